@@ -1,0 +1,56 @@
+"""The paged attention op and its dispatch over implementations."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.layout import Array, BatchView, KVStore
+from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.spec import check_inputs
+from pallas_kernels.paged_attention.xla import paged_attention_xla
+
+
+def paged_attention(
+    q: Array,
+    store: KVStore,
+    layer: Array | int,
+    view: BatchView,
+    *,
+    scale: Array | float,
+    soft_cap: Array | float | None = None,
+    window: Array | int | None = None,
+    implementation: str = "auto",
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Causal attention of new tokens over everything their sequence holds, read through block tables.
+
+    REQUIRES: the K and V of the new tokens are already in the store (`write_kv`).
+
+    Args:
+      q: float[row, q_pos, q_head, head_dim].  q_pos 1 is decode; more is chunked prefill or verification.
+      store: the pool.
+      layer: i32[], which layer of the pool to read; may be traced.
+      view: tables, lengths and positions of the rows.
+      scale: multiplies q . k; may be traced.
+      soft_cap: positive; scores become soft_cap * tanh(score / soft_cap).  None switches it off.
+      window: a query sees the last `window` keys, itself included (Hugging Face's meaning); >= 1; may be
+        traced.  None means all.
+      implementation: "auto" picks by the platform the program is lowered for; a named one never falls back.
+      return_lse: also return the log-sum-exp of the scores, for merging partial attention.
+
+    Returns:
+      out q.dtype[row, q_pos, q_head, head_dim]; zeros for padding queries and empty rows.
+      With return_lse also lse f32[row, q_pos, q_head]; -inf where nothing is seen.
+
+    Raises:
+      ValueError: shapes, dtypes or names that do not fit; the message names the value and what was expected.
+
+    References:
+      Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023,
+      section 4.1; Dao et al., "FlashAttention", 2022, section 3.1 (the running softmax of the xla path).
+    """
+    check_inputs(q, store, view, implementation, soft_cap)
+    run = paged_attention_reference if implementation == "reference" else paged_attention_xla
+    layer = jnp.asarray(layer, jnp.int32)
+    out, lse = run(q, store, layer, view, scale=scale, soft_cap=soft_cap, window=window)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,69 @@
+"""Paged attention: the maths, what is supported, and the checks every implementation shares.
+
+For query j of row r (0 <= j < q_len) at position p = kv_len - q_len + j, head h, kv head g = h // group::
+
+    s_i   = soft_cap * tanh(scale * (q_j . k_i) / soft_cap)      (without soft_cap: scale * (q_j . k_i))
+    seen  = { i : max(0, p - window + 1) <= i <= p }              (without window: 0 <= i <= p)
+    out_j = sum_{i in seen} softmax(s)_i v_i,   lse_j = log sum_{i in seen} exp(s_i)
+
+Key i lives in block ``table[i // block_size]``, slot ``i % block_size``.  A query that sees nothing (padding,
+q_len 0, kv_len 0) gives zeros and lse = -inf.  Slots that are not seen may hold NaN or Inf and must not
+reach the output: scores and V are both selected, never multiplied by a mask.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layout import Array, BatchView, KVStore
+
+IMPLEMENTATIONS = ("auto", "xla", "reference")
+
+
+def check_inputs(
+    q: Array, store: KVStore, view: BatchView, implementation: str, soft_cap: Array | float | None
+) -> None:
+    """Checks everything that is known at trace time.
+
+    Raises:
+      ValueError: a shape, dtype or name is not what the op expects; the message names both.
+    """
+    layout = store.layout
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if q.ndim != 4:
+        raise ValueError(f"q: expected [row, q_pos, q_head, head_dim], got shape {q.shape}")
+    rows, query_len, num_q_heads, head_dim = q.shape
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q: expected a float dtype, got {q.dtype}")
+    if head_dim != layout.head_dim:
+        raise ValueError(f"q: expected head_dim {layout.head_dim} of the cache, got {head_dim}")
+    if num_q_heads % layout.num_kv_heads:
+        raise ValueError(
+            f"q: expected a number of q heads that the {layout.num_kv_heads} kv heads divide, got {num_q_heads}"
+        )
+    if view.positions.shape != (rows, query_len):
+        raise ValueError(f"view.positions: expected shape {(rows, query_len)}, got {view.positions.shape}")
+    check_view(view, rows)
+    if isinstance(soft_cap, (int, float)) and soft_cap <= 0:
+        raise ValueError(f"soft_cap: expected a positive number or None, got {soft_cap}")
+
+
+def check_view(view: BatchView, rows: int) -> None:
+    """Checks the shapes and the integer width of a batch view.
+
+    Raises:
+      ValueError: a leaf is not int32, or its shape does not belong to `rows` rows.
+    """
+    for name in ("block_tables", "kv_lens", "q_lens", "positions"):
+        leaf = getattr(view, name)
+        if leaf.dtype != jnp.int32:
+            raise ValueError(f"view.{name}: expected int32, got {leaf.dtype}")
+        if leaf.shape[0] != rows:
+            raise ValueError(f"view.{name}: expected {rows} rows, got shape {leaf.shape}")
+
+
+def query_valid(view: BatchView) -> jax.Array:
+    """Returns bool[row, q_pos]: True for real queries, False for padding."""
+    return jnp.arange(view.query_len, dtype=jnp.int32)[None, :] < view.q_lens[:, None]
