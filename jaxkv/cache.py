@@ -1,0 +1,356 @@
+"""The paged KV cache and its transitions.
+
+Every transition is ``f(config, cache, ...) -> cache`` (or ``(cache, result)``), pure, jittable, and all or
+nothing: if any row of a call cannot be served, every leaf but `status` is bit-identical to the input.
+None of them does work proportional to the pool.  Callers jit and donate.
+
+Invariants (`check_invariants` tests them on the host):
+  * ref counts equal the number of table entries that name the block;
+  * free and live blocks partition the pool, the free stack has no duplicates;
+  * tables hold ceil(kv_len / block_size) blocks and NO_BLOCK beyond;
+  * nobody writes a block with ref > 1: `reserve` copies a shared open block before it hands it out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv import block_pool
+from jaxkv.block_pool import BlockPool, init_pool
+from jaxkv.block_table import BlockTables, blocks_held, fold_entries, init_tables
+from jaxkv.config import CacheConfig
+from jaxkv.kv_store import copy_blocks, init_store
+from jaxkv.status import CapacityError, Status, StatusBit, TransitionError, flag, ok_status
+from pallas_kernels.layout import BatchView, KVStore
+
+Array = jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pool", "tables", "store", "status"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class PagedKVCache:
+    """All state of the cache, a pytree."""
+
+    pool: BlockPool
+    tables: BlockTables
+    store: KVStore
+    status: Status
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+
+def init_cache(config: CacheConfig) -> PagedKVCache:
+    """Returns an empty cache of the given config."""
+    return PagedKVCache(
+        pool=init_pool(config.num_blocks),
+        tables=init_tables(config),
+        store=init_store(config),
+        status=ok_status(),
+    )
+
+
+def reserve(
+    config: CacheConfig, cache: PagedKVCache, seq_ids: Array, q_lens: Array, query_len: int
+) -> tuple[PagedKVCache, BatchView]:
+    """Gives each row room for its new tokens and says where they are.
+
+    Takes the free slots of the open block first, then new blocks: ceil(max(0, q_len - free_slots) /
+    block_size) of them.  An open block that others share is copied before it is written; k siblings that
+    write into a tail with ref k cost k - 1 copies.
+
+    Args:
+      config: the cache's config.
+      cache: the cache.  DONATES under the caller's jit.
+      seq_ids: i32[row], slots; `config.no_seq` marks a padding row.  No slot twice.
+      q_lens: i32[row], new tokens of each row, 0 <= q_len <= query_len.
+      query_len: static width of the call's token array, >= 1.
+
+    Returns:
+      cache: lengths advanced by q_lens; on failure unchanged but for `status`.
+      view: what the model and the kernels need; on failure all its q_lens are 0, so that a model called
+        with it writes nothing.
+
+    Status:
+      OUT_OF_BLOCKS (`need_blocks` says how many), SEQ_TOO_LONG, INVALID_SEQ, DUPLICATE_SEQ, INVALID_Q_LEN.
+
+    References:
+      seeds/000 sections 2.1, 2.2 and 3.2; Kwon et al. 2023 section 4.4 (copy-on-write).
+    """
+    seq_ids, q_lens = _check_rows(("seq_ids", seq_ids), ("q_lens", q_lens))
+    if query_len < 1:
+        raise ValueError(f"query_len: expected at least 1, got {query_len}")
+    real, slot = _slots(config, seq_ids)
+    old_lens = jnp.where(real, cache.tables.kv_lens[slot], 0)
+    asked = jnp.where(real, q_lens, 0)
+    held = blocks_held(config, old_lens)
+    num_new = blocks_held(config, old_lens + asked) - held
+    tail, copies = _shared_tails(config, cache, slot, old_lens, asked)
+    need = jnp.sum(num_new) + jnp.sum(copies)
+
+    bits = (
+        _slot_bits(config, seq_ids)
+        | flag(StatusBit.INVALID_Q_LEN, jnp.any((asked < 0) | (asked > query_len)))
+        | flag(StatusBit.SEQ_TOO_LONG, jnp.any(old_lens > config.max_seq_len - asked))
+        | flag(StatusBit.OUT_OF_BLOCKS, need > cache.pool.num_free)
+    )
+    asked, num_new, copies = (jnp.where(bits == 0, x, 0) for x in (asked, num_new, copies))
+
+    width = -(-query_len // config.block_size) + 1  # a copy of the open block, then new blocks
+    pool, ids = block_pool.take(cache.pool, copies + num_new, width)
+    copy_to = jnp.where(copies > 0, ids[:, 0], config.no_block)
+    pool = block_pool.drop(pool, jnp.where(copies > 0, tail, config.no_block))
+    order = jnp.argsort(-copies, stable=True)
+    store = copy_blocks(cache.store, tail[order], copy_to[order], jnp.sum(copies))
+
+    column = (held - copies)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    row = jnp.where(ids < config.no_block, slot[:, None], config.no_seq)
+    written = jnp.where(asked > 0, slot, config.no_seq)
+    tables = BlockTables(
+        blocks=cache.tables.blocks.at[row, column].set(ids, mode="drop"),
+        kv_lens=cache.tables.kv_lens.at[written].set(old_lens + asked, mode="drop"),
+    )
+    status = Status(
+        bits=cache.status.bits | bits,
+        need_blocks=jnp.where(
+            bits & StatusBit.OUT_OF_BLOCKS, need, cache.status.need_blocks
+        ),
+    )
+    view = _batch_view(config, tables, real, slot, asked, query_len)
+    return PagedKVCache(pool=pool, tables=tables, store=store, status=status), view
+
+
+def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> PagedKVCache:
+    """Makes slot dst[i] a second owner of everything slot src[i] holds; copies no bytes.
+
+    All pairs read the state before the call, so a permutation of slots (beam reordering) is one call.  A
+    dst in use is released first; a slot may be both src and dst.
+
+    Args:
+      config: the cache's config.
+      cache: the cache.  DONATES under the caller's jit.
+      src, dst: i32[n]; a pair whose dst is `config.no_seq` is padding.  No dst twice.
+
+    Returns:
+      The cache; on failure unchanged but for `status`.
+
+    Status:
+      EMPTY_SLOT (a source holds nothing), INVALID_SEQ, DUPLICATE_SEQ.
+
+    References:
+      seeds/000 section 3.2.
+    """
+    src, dst = _check_rows(("src", src), ("dst", dst))
+    real, target = _slots(config, dst)
+    source = jnp.clip(src, 0, config.max_seqs - 1)
+    old = cache.tables
+    source_lens = old.kv_lens[source]
+    bits = (
+        _slot_bits(config, dst)
+        | flag(StatusBit.INVALID_SEQ, jnp.any(real & (src != source)))
+        | flag(StatusBit.EMPTY_SLOT, jnp.any(real & (source_lens == 0)))
+    )
+    real &= bits == 0
+
+    def share_chunk(pool: BlockPool, _row: Array, _column: Array, ids: Array) -> BlockPool:
+        return block_pool.share(pool, ids)
+
+    first = jnp.zeros_like(target)
+    shared = jnp.where(real, blocks_held(config, source_lens), 0)
+    pool = fold_entries(config, old.blocks[source], first, shared, share_chunk, cache.pool)
+    pool, blocks = _give_back(config, pool, old, target, first, real)
+    written = jnp.where(real, target, config.no_seq)
+    tables = BlockTables(
+        blocks=blocks.at[written].set(old.blocks[source], mode="drop"),
+        kv_lens=old.kv_lens.at[written].set(source_lens, mode="drop"),
+    )
+    return dataclasses.replace(cache, pool=pool, tables=tables, status=_add_bits(cache, bits))
+
+
+def truncate(
+    config: CacheConfig, cache: PagedKVCache, seq_ids: Array, kv_lens: Array
+) -> PagedKVCache:
+    """Shortens sequences to `kv_lens` tokens and returns the blocks they no longer need.
+
+    Speculative decoding rolls back with it.  Length 0 empties the slot.  The bytes stay in place but
+    nothing reads them: every read is bounded by kv_len.
+
+    Args:
+      config: the cache's config.
+      cache: the cache.  DONATES under the caller's jit.
+      seq_ids: i32[row], slots; `config.no_seq` marks a padding row.  No slot twice.
+      kv_lens: i32[row], new lengths, 0 <= kv_len <= the length now.
+
+    Returns:
+      The cache; on failure unchanged but for `status`.
+
+    Status:
+      INVALID_KV_LEN, INVALID_SEQ, DUPLICATE_SEQ.
+    """
+    seq_ids, kv_lens = _check_rows(("seq_ids", seq_ids), ("kv_lens", kv_lens))
+    real, slot = _slots(config, seq_ids)
+    old = cache.tables
+    bits = _slot_bits(config, seq_ids) | flag(
+        StatusBit.INVALID_KV_LEN, jnp.any(real & ((kv_lens < 0) | (kv_lens > old.kv_lens[slot])))
+    )
+    real &= bits == 0
+    pool, blocks = _give_back(config, cache.pool, old, slot, blocks_held(config, kv_lens), real)
+    written = jnp.where(real, slot, config.no_seq)
+    tables = BlockTables(
+        blocks=blocks, kv_lens=old.kv_lens.at[written].set(kv_lens, mode="drop")
+    )
+    return dataclasses.replace(cache, pool=pool, tables=tables, status=_add_bits(cache, bits))
+
+
+def release(config: CacheConfig, cache: PagedKVCache, seq_mask: Array) -> PagedKVCache:
+    """Ends sequences and returns their blocks; a block that others share only loses an owner.
+
+    The work is proportional to the number of blocks released (seeds/000 section 2.3).
+
+    Args:
+      config: the cache's config.
+      cache: the cache.  DONATES under the caller's jit.
+      seq_mask: bool[max_seqs], True for the slots that end.
+
+    Returns:
+      The cache; on failure unchanged but for `status`.
+
+    Status:
+      DOUBLE_RELEASE (a named slot is empty).
+    """
+    seq_mask = jnp.asarray(seq_mask)
+    if seq_mask.shape != (config.max_seqs,) or seq_mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"seq_mask: expected bool[{config.max_seqs}], got {seq_mask.dtype}{list(seq_mask.shape)}"
+        )
+    old = cache.tables
+    bits = flag(StatusBit.DOUBLE_RELEASE, jnp.any(seq_mask & (old.kv_lens == 0)))
+    real = seq_mask & (bits == 0)
+    slot = jnp.arange(config.max_seqs, dtype=jnp.int32)
+    pool, blocks = _give_back(config, cache.pool, old, slot, jnp.zeros_like(slot), real)
+    tables = BlockTables(blocks=blocks, kv_lens=jnp.where(real, 0, old.kv_lens))
+    return dataclasses.replace(cache, pool=pool, tables=tables, status=_add_bits(cache, bits))
+
+
+def clear_status(cache: PagedKVCache) -> PagedKVCache:
+    """Returns the cache with no status bits set."""
+    return dataclasses.replace(cache, status=ok_status())
+
+
+def raise_for_status(cache: PagedKVCache) -> None:
+    """Raises what the status says; a host function, it waits for the device.
+
+    Raises:
+      CapacityError: a reserve needed more blocks than were free; carries `need` and `free`.
+      TransitionError: a call named something that does not exist; carries the bits.
+    """
+    bits = StatusBit(int(cache.status.bits))
+    if bits & StatusBit.OUT_OF_BLOCKS:
+        need, free = int(cache.status.need_blocks), int(cache.pool.num_free)
+        raise CapacityError(
+            f"out of blocks: a reserve needs {need}, {free} of {cache.pool.num_blocks} are free. "
+            "Nothing was changed.",
+            need=need,
+            free=free,
+        )
+    if bits:
+        raise TransitionError(bits)
+
+
+def _check_rows(*named: tuple[str, Array]) -> list[Array]:
+    """Returns the row vectors as int32 after checking that they are integers of one length."""
+    arrays = [(name, jnp.asarray(x)) for name, x in named]
+    first_name, first = arrays[0]
+    for name, x in arrays:
+        if x.ndim != 1 or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name}: expected an integer vector, got {x.dtype}{list(x.shape)}")
+        if x.shape != first.shape:
+            raise ValueError(
+                f"{name}: expected the {first.shape[0]} rows of {first_name}, got {x.shape[0]}"
+            )
+    return [x.astype(jnp.int32) for _, x in arrays]
+
+
+def _slots(config: CacheConfig, seq_ids: Array) -> tuple[Array, Array]:
+    """Returns (real bool[row], slot i32[row]): whether a row names a slot, and a safe index for it."""
+    real = (seq_ids >= 0) & (seq_ids < config.max_seqs)
+    return real, jnp.clip(seq_ids, 0, config.max_seqs - 1)
+
+
+def _slot_bits(config: CacheConfig, seq_ids: Array) -> Array:
+    """Returns the status bits for ids out of range and for slots named twice."""
+    real, _ = _slots(config, seq_ids)
+    same = (seq_ids[:, None] == seq_ids[None, :]) & real[:, None]
+    twice = jnp.any(jnp.sum(same, axis=1) > 1)
+    return flag(StatusBit.INVALID_SEQ, jnp.any(~real & (seq_ids != config.no_seq))) | flag(
+        StatusBit.DUPLICATE_SEQ, twice
+    )
+
+
+def _add_bits(cache: PagedKVCache, bits: Array) -> Status:
+    return dataclasses.replace(cache.status, bits=cache.status.bits | bits)
+
+
+def _shared_tails(
+    config: CacheConfig, cache: PagedKVCache, slot: Array, old_lens: Array, asked: Array
+) -> tuple[Array, Array]:
+    """Finds the open block of each writing row, and which rows must copy it first.
+
+    Of the rows that write into one block with ref k, the first k - 1 copy; if all owners write, the last
+    keeps the original.
+
+    Returns:
+      tail i32[row] (NO_BLOCK where the row writes into no open block), copies i32[row] of 0 or 1.
+    """
+    into_open = (asked > 0) & (old_lens % config.block_size != 0)
+    tail = cache.tables.blocks[slot, old_lens // config.block_size]
+    tail = jnp.where(into_open, tail, config.no_block)
+    same = (tail[:, None] == tail[None, :]) & into_open[:, None]
+    earlier = jnp.sum(jnp.tril(same, k=-1), axis=1)
+    owners = cache.pool.ref_counts[jnp.minimum(tail, config.num_blocks - 1)]
+    return tail, (into_open & (earlier < owners - 1)).astype(jnp.int32)
+
+
+def _give_back(
+    config: CacheConfig, pool: BlockPool, tables: BlockTables, slot: Array, first: Array, real: Array
+) -> tuple[BlockPool, Array]:
+    """Drops the blocks of each real row from column `first` on.
+
+    Returns:
+      The pool, and the tables' blocks with the dropped entries set to NO_BLOCK.
+    """
+    last = jnp.where(real, blocks_held(config, tables.kv_lens[slot]), 0)
+
+    def step(
+        state: tuple[BlockPool, Array], row: Array, column: Array, ids: Array
+    ) -> tuple[BlockPool, Array]:
+        pool, blocks = state
+        where = jnp.append(slot, config.no_seq)[row]
+        return block_pool.drop(pool, ids), blocks.at[where, column].set(config.no_block, mode="drop")
+
+    return fold_entries(config, tables.blocks[slot], first, last, step, (pool, tables.blocks))
+
+
+def _batch_view(
+    config: CacheConfig, tables: BlockTables, real: Array, slot: Array, q_lens: Array, query_len: int
+) -> BatchView:
+    """Returns the rows of the tables, with positions for their new tokens."""
+    kv_lens = jnp.where(real, tables.kv_lens[slot], 0)
+    offset = jnp.arange(query_len, dtype=jnp.int32)[None, :]
+    positions = (kv_lens - q_lens)[:, None] + offset
+    return BatchView(
+        block_tables=jnp.where(real[:, None], tables.blocks[slot], config.no_block),
+        kv_lens=kv_lens,
+        q_lens=q_lens,
+        positions=jnp.where(offset < q_lens[:, None], positions, 0),
+    )

@@ -1,0 +1,51 @@
+"""What must hold between any two transitions, checked on the host; tests call it after every step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxkv.cache import PagedKVCache
+from jaxkv.config import CacheConfig
+
+
+def check_invariants(config: CacheConfig, cache: PagedKVCache) -> None:
+    """Checks the ownership state of a cache.
+
+    Args:
+      config: the cache's config.
+      cache: a concrete cache; the function waits for the device.
+
+    Raises:
+      AssertionError: names every invariant that does not hold.
+    """
+    refs = np.asarray(cache.pool.ref_counts)
+    num_free = int(cache.pool.num_free)
+    blocks, kv_lens = np.asarray(cache.tables.blocks), np.asarray(cache.tables.kv_lens)
+    broken = []
+
+    if not 0 <= num_free <= config.num_blocks:
+        raise AssertionError(f"num_free {num_free} outside [0, {config.num_blocks}]")
+    free = np.asarray(cache.pool.free_stack)[:num_free]
+    if np.any((free < 0) | (free >= config.num_blocks)):
+        broken.append(f"free stack holds ids out of range: {free}")
+    elif len(np.unique(free)) != num_free:
+        broken.append(f"free stack holds an id twice: {free}")
+    if set(free.tolist()) != set(np.flatnonzero(refs == 0).tolist()):
+        broken.append(f"free ids {sorted(free)} are not those with ref 0")
+
+    if np.any((kv_lens < 0) | (kv_lens > config.max_seq_len)):
+        broken.append(f"kv_lens {kv_lens} outside [0, {config.max_seq_len}]")
+    held = -(-kv_lens // config.block_size)
+    inside = np.arange(config.max_blocks_per_seq)[None, :] < held[:, None]
+    if np.any(blocks[~inside] != config.no_block):
+        broken.append("a table entry past a sequence's blocks is not NO_BLOCK")
+    live = blocks[inside]
+    if np.any((live < 0) | (live >= config.num_blocks)):
+        broken.append(f"a table entry inside a sequence is out of range: {live}")
+    else:
+        owners = np.bincount(live, minlength=config.num_blocks)
+        if not np.array_equal(owners, refs):
+            wrong = np.flatnonzero(owners != refs)
+            broken.append(f"blocks {wrong}: refs {refs[wrong]}, owners {owners[wrong]}")
+    if broken:
+        raise AssertionError("; ".join(broken))

@@ -1,0 +1,197 @@
+"""The numbers of a decoder that decide what its cache and its weights cost.
+
+Invariants: a shape is immutable and valid once built by `model_shape` (from plain numbers) or by
+`jaxkv.hf_config.model_shape_from_config`; nothing is guessed from a model's name.
+
+References: field cases Q1 and Q2; transformers' modeling files of qwen2, qwen3, llama and mistral
+(weight count).
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxkv import ledger
+
+COUNTED_TYPES = ("qwen2", "qwen3", "llama", "mistral")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's shape. Build it with `model_shape` or `model_shape_from_config`, which validate.
+
+    `hidden_size`, `intermediate_size` and `vocab_size` serve the weight count only and may be None.
+    `sliding_layers` are the indices of the layers that attend to `sliding_window` keys. MLA models
+    have both `kv_lora_rank` and `qk_rope_head_dim`.
+    """
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    vocab_size: int | None = None
+    max_context_len: int | None = None
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    model_type: str | None = None
+
+    @property
+    def is_mla(self) -> bool:
+        """Whether a token is cached as one latent for all heads."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def cached_heads(self) -> int:
+        """Heads of a cached row: the kv heads, or 1 for MLA."""
+        return 1 if self.is_mla else self.num_kv_heads
+
+    @property
+    def cached_width(self) -> int:
+        """Values of one token and cached head: 2 * head_dim, or the latent and its rotary key for
+        MLA.
+        """
+        if self.kv_lora_rank is not None:
+            return self.kv_lora_rank + (self.qk_rope_head_dim or 0)
+        return 2 * self.head_dim
+
+    def bytes_per_token_per_layer(self, kv_format: str = "bfloat16") -> int:
+        """Returns the KV bytes of one token in one layer."""
+        return ledger.values_bytes(self.cached_heads * self.cached_width, kv_format)
+
+    def bytes_per_token(self, kv_format: str = "bfloat16") -> int:
+        """Returns the KV bytes of one token over all layers."""
+        return self.num_layers * self.bytes_per_token_per_layer(kv_format)
+
+    def sequence_bytes(self, num_tokens: int, kv_format: str = "bfloat16") -> int:
+        """Returns the KV bytes of `num_tokens` tokens, every layer holding all of them (as the
+        cache does).
+        """
+        return ledger.sequence_bytes(num_tokens, self.bytes_per_token(kv_format))
+
+    def reachable_bytes(self, num_tokens: int, kv_format: str = "bfloat16") -> int:
+        """Returns the KV bytes the next token can still attend to: sliding layers reach their
+        window only.
+        """
+        window = num_tokens if self.sliding_window is None else self.sliding_window
+        num_sliding = len(self.sliding_layers)
+        rows = num_sliding * min(num_tokens, window)
+        rows += (self.num_layers - num_sliding) * num_tokens
+        return rows * self.bytes_per_token_per_layer(kv_format)
+
+
+# Validation ---------------------------------------------------------------------------------------
+
+
+def _count_problems(shape: ModelShape) -> list[str]:
+    problems = []
+    required = {"num_layers", "num_q_heads", "num_kv_heads", "head_dim"}
+    optional = {"hidden_size", "intermediate_size", "vocab_size", "max_context_len"}
+    optional |= {"sliding_window", "kv_lora_rank", "qk_rope_head_dim"}
+    for name in [f.name for f in fields(shape) if f.name in required | optional]:
+        value = getattr(shape, name)
+        if value is None and name in optional:
+            continue
+        try:
+            ledger.check_count(name, value, 1)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _relation_problems(shape: ModelShape) -> list[str]:
+    problems = []
+    if shape.num_q_heads % shape.num_kv_heads:
+        problems.append(
+            f"num_kv_heads: expected a divisor of {shape.num_q_heads} query heads, "
+            f"got {shape.num_kv_heads}"
+        )
+    if (shape.kv_lora_rank is None) != (shape.qk_rope_head_dim is None):
+        problems.append("kv_lora_rank, qk_rope_head_dim: expected both (MLA) or neither, got one")
+    if any(not 0 <= layer < shape.num_layers for layer in shape.sliding_layers):
+        problems.append(
+            f"sliding_layers: expected indices below {shape.num_layers}, got {shape.sliding_layers}"
+        )
+    if shape.sliding_layers and shape.sliding_window is None:
+        problems.append("sliding_window: expected a window for sliding_layers, got None")
+    return problems
+
+
+def model_shape(
+    num_layers: int, num_q_heads: int, num_kv_heads: int, head_dim: int, **options: Any
+) -> ModelShape:
+    """Returns a validated `ModelShape` from plain numbers; `options` are its other fields.
+
+    Raises: ValueError with every field that is wrong, its value and what was expected; TypeError
+    for an unknown field.
+    """
+    shape = ModelShape(num_layers, num_q_heads, num_kv_heads, head_dim, **options)
+    problems = _count_problems(shape) or _relation_problems(shape)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return shape
+
+
+# Weights ------------------------------------------------------------------------------------------
+
+
+def _check_countable(shape: ModelShape) -> None:
+    """Raises: NotImplementedError naming the field that puts the weight count out of reach."""
+    if shape.num_experts:
+        raise NotImplementedError(
+            f"num_experts: weights are counted for dense models only, got {shape.num_experts}; "
+            "give the weights' bytes"
+        )
+    if shape.is_mla:
+        raise NotImplementedError(
+            "kv_lora_rank: weights of MLA models are not counted; give the weights' bytes"
+        )
+    if shape.model_type is not None and shape.model_type not in COUNTED_TYPES:
+        raise NotImplementedError(
+            f"model_type: expected one of {', '.join(COUNTED_TYPES)} to count weights, "
+            f"got {shape.model_type!r}; give the weights' bytes"
+        )
+    missing = [
+        n for n in ("hidden_size", "intermediate_size", "vocab_size") if not getattr(shape, n)
+    ]
+    if missing:
+        raise NotImplementedError(
+            f"{', '.join(missing)}: needed to count weights; give the weights' bytes"
+        )
+
+
+def num_params(shape: ModelShape) -> int:
+    """Returns the number of weights, exact for the Qwen2, Qwen3, Llama and Mistral layouts; a tied
+    head is not counted twice.
+
+    Raises: NotImplementedError naming the field, for mixtures of experts, MLA, other layouts, or
+    missing sizes.
+    """
+    _check_countable(shape)
+    hidden, inner, vocab = shape.hidden_size, shape.intermediate_size, shape.vocab_size
+    assert hidden is not None
+    assert inner is not None
+    assert vocab is not None
+    q_width, kv_width = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = 2 * hidden * q_width + 2 * hidden * kv_width
+    attention += shape.qkv_bias * (q_width + 2 * kv_width) + shape.o_bias * hidden
+    attention += shape.qk_norm * 2 * shape.head_dim
+    mlp = 3 * hidden * inner + shape.mlp_bias * (2 * inner + hidden)
+    embeddings = vocab * hidden * (1 if shape.tied_embeddings else 2)
+    return embeddings + shape.num_layers * (attention + mlp + 2 * hidden) + hidden
+
+
+def weights_bytes(shape: ModelShape, weights_format: str = "bfloat16") -> int:
+    """Returns the bytes of the weights when all are stored in `weights_format`.
+
+    Raises: as `num_params`.
+    """
+    return ledger.values_bytes(num_params(shape), weights_format)
