@@ -1,0 +1,136 @@
+"""Choosing the next token, per row and independent of the batch.
+
+Invariants:
+  * Every row has its own key; the n-th token of a sequence is drawn with ``fold_in(key, n)``.  What a row
+    draws depends on its seed, its sample number and its logits alone.
+  * temperature 0 is greedy and draws nothing.
+  * The order is the usual one: temperature, then top-k, then top-p, then min-p.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one request wants its tokens chosen.
+
+    Attributes:
+      temperature: >= 0; 0 is greedy.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      top_p: keep the smallest set of most likely tokens whose probability reaches top_p; in (0, 1].
+      min_p: keep tokens at least min_p times as likely as the most likely one; in [0, 1].
+      seed: seed of the request's key, in [0, 2**32).
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+
+        check("temperature", 0 <= self.temperature < math.inf, "a finite number >= 0")
+        check("top_k", self.top_k >= 0, "an integer >= 0")
+        check("top_p", 0 < self.top_p <= 1, "a number in (0, 1]")
+        check("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
+        check("seed", 0 <= self.seed < 2**32, "an integer in [0, 2**32)")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["temperature", "top_k", "top_p", "min_p", "key"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class SamplingState:
+    """The sampling parameters of all rows on the device.
+
+    Attributes:
+      temperature, top_p, min_p: f32[row].
+      top_k: i32[row].
+      key: key[row].
+    """
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    key: Array
+
+
+def sampling_state(params: list[SamplingParams], sample_index: list[int]) -> SamplingState:
+    """Returns the device state for one row per entry; rows of one request differ by sample_index."""
+    seeds = jnp.array([p.seed for p in params], jnp.uint32)
+    index = jnp.array(sample_index, jnp.uint32)
+    key = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(seeds, index)
+    return SamplingState(
+        temperature=jnp.array([p.temperature for p in params], jnp.float32),
+        top_k=jnp.array([p.top_k for p in params], jnp.int32),
+        top_p=jnp.array([p.top_p for p in params], jnp.float32),
+        min_p=jnp.array([p.min_p for p in params], jnp.float32),
+        key=key,
+    )
+
+
+def sample(state: SamplingState, logits: Array, token_index: Array) -> Array:
+    """Chooses one token per row.
+
+    Args:
+      state: parameters and keys of the rows.
+      logits: f32[row, vocab].
+      token_index: i32[row], how many tokens the row has generated before this one.
+
+    Returns:
+      i32[row].
+
+    References:
+      Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020 (top-p); Nguyen et al., "Turning
+      Up the Heat: Min-p Sampling", 2024; Gumbel-max for the draw itself.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    drawing = state.temperature > 0
+
+    def draw(logits: Array) -> Array:
+        scaled = logits / jnp.where(drawing, state.temperature, 1.0)[:, None]
+        cuts_tail = drawing & ((state.top_k > 0) | (state.top_p < 1))
+        scaled = jax.lax.cond(
+            jnp.any(cuts_tail), lambda x: _keep_top(state, x), lambda x: x, scaled
+        )
+        floor = jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(state.min_p)[:, None]
+        scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)
+        key = jax.vmap(jax.random.fold_in)(state.key, token_index)
+        noise = jax.vmap(lambda k: jax.random.gumbel(k, logits.shape[-1:], jnp.float32))(key)
+        return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+
+    drawn = jax.lax.cond(jnp.any(drawing), draw, lambda _: greedy, logits)
+    return jnp.where(drawing, drawn, greedy)
+
+
+def _keep_top(state: SamplingState, scaled: Array) -> Array:
+    """Sets everything outside each row's top-k and top-p to -inf; ties at the edge are kept."""
+    vocab = scaled.shape[-1]
+    ordered = -jnp.sort(-scaled, axis=-1)
+    k = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab), vocab)
+    rank = jnp.arange(vocab, dtype=jnp.int32)[None, :]
+    in_k = rank < k[:, None]
+    probs = jax.nn.softmax(jnp.where(in_k, ordered, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    kept = in_k & ((before < state.top_p[:, None]) | (state.top_p[:, None] >= 1) | (rank == 0))
+    edge = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(scaled >= edge, scaled, -jnp.inf)
