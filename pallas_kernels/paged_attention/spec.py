@@ -7,8 +7,9 @@ For query j of row r (0 <= j < q_len) at position p = kv_len - q_len + j, head h
     out_j = sum_{i in seen} softmax(s)_i v_i,   lse_j = log sum_{i in seen} exp(s_i)
 
 Key i lives in block ``table[i // block_size]``, slot ``i % block_size``.  A query that sees nothing (padding,
-q_len 0, kv_len 0) gives zeros and lse = -inf.  Slots that are not seen may hold NaN or Inf and must not
-reach the output: scores and V are both selected, never multiplied by a mask.
+q_len 0, kv_len 0) gives zeros and lse = -inf.  Slots at and past kv_len, and blocks outside the tables, may
+hold NaN or Inf and must not change a bit of the output: scores and V are both selected, never multiplied by
+a mask.
 """
 
 from __future__ import annotations

@@ -1,6 +1,21 @@
-"""Paged attention in jnp with a running softmax over chunks of blocks; runs anywhere."""
+"""Paged attention in jnp: a running softmax over chunks of blocks; runs on every platform.
+
+Cost follows the lengths: the loop ends at the longest row, and with a window it starts at the earliest key
+any row sees.  Full blocks and the open block are read apart, because only an open block has slots that may
+hold NaN: V needs a select there, and nowhere else (a select over all of V is a second pass over the KV).
+
+One chunk on its way::
+
+    table --> ids[row, column] --> gather kv[row, kv_head, key, K|V]   (stays in the L2 cache)
+                                     |-- q|0 . K|V  --> scores --> running max, weights
+                                     '-- weights . K|V --> accumulator; its K half is thrown away
+
+q is padded with zeros over the V half, so that neither product has to slice the fused axis.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +23,15 @@ import jax.numpy as jnp
 from pallas_kernels.layout import Array, BatchView, KVStore, decode
 from pallas_kernels.paged_attention.spec import query_valid
 
-BLOCKS_PER_CHUNK = 4
+TOKENS_PER_CHUNK = 64
+
+
+class _Softmax(NamedTuple):
+    """Running softmax: peak, total f32[row, kv_head, query]; acc f32[row, kv_head, query, 2 * head_dim]."""
+
+    peak: Array
+    total: Array
+    acc: Array
 
 
 def paged_attention_xla(
@@ -24,56 +47,84 @@ def paged_attention_xla(
     """Returns (out q.dtype[row, q_pos, q_head, head_dim], lse f32[row, q_pos, q_head]); see spec.py."""
     layout = store.layout
     rows, query_len, num_q_heads, head_dim = q.shape
-    heads = layout.num_kv_heads
+    heads, block_size = layout.num_kv_heads, layout.block_size
     group = num_q_heads // heads
-    bs = layout.block_size
-    chunk = BLOCKS_PER_CHUNK * bs
-    tables = jnp.minimum(view.block_tables, layout.num_blocks - 1)
-    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % BLOCKS_PER_CHUNK)))
-    qs = q.astype(jnp.float32) * scale
-    # [row, kv_head, q_pos*group, d]
-    qs = qs.reshape(rows, query_len, heads, group, head_dim).transpose(0, 2, 1, 3, 4)
-    qs = qs.reshape(rows, heads, query_len * group, head_dim)
-    valid_q = query_valid(view)
-    qpos = jnp.where(valid_q, view.positions, -1)
-    qpos = jnp.repeat(qpos, group, axis=1)  # [row, q_pos*group]
-    last = jnp.max(view.kv_lens)
+    columns = max(1, TOKENS_PER_CHUNK // block_size)
 
-    def body(state):
-        index, peak, total, acc = state
-        ids = jax.lax.dynamic_slice_in_dim(tables, index * BLOCKS_PER_CHUNK, BLOCKS_PER_CHUNK, axis=1)
-        kv = decode(layout, store.kv[layer, ids])  # [row, col, head, slot, 2d]
-        keys, values = kv[..., :head_dim], kv[..., head_dim:]
-        s = jnp.einsum("rhqd,rchsd->rhqcs", qs, keys).reshape(rows, heads, -1, chunk)
+    # A "query" below is one (q_pos, q_head within the group) pair of a kv head.
+    queries = (q.astype(jnp.float32) * scale).reshape(rows, query_len, heads, group, head_dim)
+    queries = queries.transpose(0, 2, 1, 3, 4).reshape(rows, heads, query_len * group, head_dim)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, 0), (0, head_dim)))
+    query_pos = jnp.repeat(jnp.where(query_valid(view), view.positions, -1), group, axis=1)
+
+    def read(ids: Array) -> Array:
+        """Gathers f32[row, kv_head, key, 2 * head_dim] for ids i32[row, column]."""
+        head = jnp.arange(heads, dtype=jnp.int32)[None, :, None]
+        kv = decode(layout, store.kv[layer, ids[:, None, :], head])
+        return kv.reshape(rows, heads, -1, 2 * head_dim)
+
+    def attend(state: _Softmax, kv: Array, key_pos: Array, key_end: Array) -> _Softmax:
+        """Adds keys at key_pos i32[row, key], of which those below key_end i32[row, 1] exist."""
+        scores = jnp.einsum("rhkd,rhqd->rhkq", kv, queries, precision="highest")
+        scores = scores.transpose(0, 1, 3, 2)
         if soft_cap is not None:
-            s = soft_cap * jnp.tanh(s / soft_cap)
-        kpos = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        seen = kpos[None, None, :] <= qpos[:, :, None]
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        seen = (key_pos < key_end)[:, None, :] & (key_pos[:, None, :] <= query_pos[:, :, None])
         if window is not None:
-            seen &= kpos[None, None, :] > qpos[:, :, None] - window
-        s = jnp.where(seen[:, None], s, -jnp.inf)
-        new_peak = jnp.maximum(peak, jnp.max(s, axis=-1))
-        safe = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
-        w = jnp.exp(s - safe[..., None])
-        corr = jnp.exp(peak - safe)
-        total = total * corr + jnp.sum(w, axis=-1)
-        live = (kpos[None] < view.kv_lens[:, None]).reshape(rows, BLOCKS_PER_CHUNK, 1, bs, 1)
-        values = jnp.where(live, values, 0.0)
-        pv = jnp.einsum("rhqcs,rchsd->rhqd", w.reshape(rows, heads, -1, BLOCKS_PER_CHUNK, bs), values)
-        acc = acc * corr[..., None] + pv
-        return index + 1, new_peak, total, acc
+            seen &= key_pos[:, None, :] > query_pos[:, :, None] - window
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+        peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
+        finite_peak = jnp.where(peak == -jnp.inf, 0.0, peak)  # nothing seen yet: exp(-inf - 0) = 0
+        weights = jnp.exp(scores - finite_peak[..., None])
+        shrink = jnp.exp(state.peak - finite_peak)
+        update = jnp.einsum("rhqk,rhkd->rhqd", weights, kv, precision="highest")
+        return _Softmax(
+            peak=peak,
+            total=state.total * shrink + jnp.sum(weights, axis=-1),
+            acc=state.acc * shrink[..., None] + update,
+        )
 
-    n = -(-last // chunk)
-    init = (
-        jnp.int32(0),
-        jnp.full(qs.shape[:3], -jnp.inf, jnp.float32),
-        jnp.zeros(qs.shape[:3], jnp.float32),
-        jnp.zeros(qs.shape, jnp.float32),
+    slot = jnp.arange(block_size, dtype=jnp.int32)[None, :]
+    num_full = (view.kv_lens // block_size)[:, None]  # i32[row, 1]
+    tables = jnp.minimum(view.block_tables, layout.num_blocks - 1)
+    # Past a row's full blocks read its last full one again: finite, cached, and of weight 0.
+    last_full = jnp.take_along_axis(tables, jnp.maximum(num_full - 1, 0), axis=1)
+    column = jnp.arange(tables.shape[1], dtype=jnp.int32)[None, :]
+    full_ids = jnp.where(column < num_full, tables, last_full)
+    full_ids = jnp.pad(full_ids, ((0, 0), (0, -full_ids.shape[1] % columns)), mode="edge")
+
+    def full_chunk(chunk: Array, state: _Softmax) -> _Softmax:
+        ids = jax.lax.dynamic_slice_in_dim(full_ids, chunk * columns, columns, axis=1)
+        key_pos = chunk * columns * block_size
+        key_pos += jnp.arange(columns * block_size, dtype=jnp.int32)[None, :]
+        key_pos = jnp.broadcast_to(key_pos, (rows, columns * block_size))
+        return attend(state, read(ids), key_pos, num_full * block_size)
+
+    state = _Softmax(
+        peak=jnp.full(queries.shape[:3], -jnp.inf, jnp.float32),
+        total=jnp.zeros(queries.shape[:3], jnp.float32),
+        acc=jnp.zeros(queries.shape, jnp.float32),
     )
-    _, peak, total, acc = jax.lax.while_loop(lambda s: s[0] < n, body, init)
-    safe_total = jnp.where(total > 0, total, 1.0)
-    out = acc / safe_total[..., None]
-    lse = jnp.where(total > 0, peak + jnp.log(safe_total), -jnp.inf)
+    first = jnp.int32(0)
+    if window is not None:
+        running = view.q_lens > 0
+        earliest = jnp.where(running, view.kv_lens - view.q_lens - window + 1, view.kv_lens)
+        first = jnp.maximum(jnp.min(earliest), 0) // (columns * block_size)
+    end = (jnp.max(num_full) + columns - 1) // columns
+    state = jax.lax.fori_loop(first, end, full_chunk, state)
+    # A row without full blocks has read somebody's block with weight 0; 0 * NaN must not stay.
+    state = state._replace(acc=jnp.where(state.total[..., None] > 0, state.acc, 0.0))
+
+    open_ids = jnp.take_along_axis(
+        tables, jnp.minimum(num_full, tables.shape[1] - 1), axis=1
+    )
+    written = num_full * block_size + slot < view.kv_lens[:, None]
+    open_kv = jnp.where(written[:, None, :, None], read(open_ids), 0.0)
+    state = attend(state, open_kv, num_full * block_size + slot, view.kv_lens[:, None])
+
+    total = jnp.where(state.total > 0, state.total, 1.0)
+    out = jnp.where(state.total[..., None] > 0, state.acc[..., head_dim:] / total[..., None], 0.0)
+    lse = jnp.where(state.total > 0, state.peak + jnp.log(total), -jnp.inf)
     out = out.reshape(rows, heads, query_len, group, head_dim).transpose(0, 2, 1, 3, 4)
     lse = lse.reshape(rows, heads, query_len, group).transpose(0, 2, 1, 3)
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(rows, query_len, num_q_heads)
