@@ -1,0 +1,277 @@
+"""The decoder: one layer module, all layers stacked, one scan over them.
+
+Invariants:
+  * Every weight of a layer is stacked on a leading layer axis; the forward is one `lax.scan` over (layer weights,
+    layer index, window) that carries the residual stream and whatever the attention keeps (here: the store).
+  * The model produces q, k and v and consumes the attention's output; who keeps K and V, and how, is the business
+    of `attend`.  `__call__` attends through the paged cache, `models.qwen.dense` without one.
+  * Matrices are stored [in, out], the embedding and the head [vocab, hidden].
+  * Norms and rotation are float32, matmul results have the dtype of the weights, logits are float32.
+  * The module is a pytree: pass it to `jax.jit` as an argument, so that weights are not constants of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.qwen.config import QwenConfig
+from models.qwen.rope import cos_sin, rotate
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.layout import BatchView, KVStore
+from pallas_kernels.paged_attention import paged_attention
+
+Array = jax.Array
+Carry = TypeVar("Carry")
+Window = Array | int | None
+Attend = Callable[[Carry, Array, Array, Array, Array, Window], tuple[Array, Carry]]
+
+NO_WINDOW = 2**30  # a window that no int32 position reaches past
+
+
+def layer_shapes(config: QwenConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every weight of one layer, by name; the layer axis is not in it."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q_width, kv_width = config.num_q_heads * head_dim, config.num_kv_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_norm": (hidden,),
+        "q_proj": (hidden, q_width),
+        "k_proj": (hidden, kv_width),
+        "v_proj": (hidden, kv_width),
+        "o_proj": (q_width, hidden),
+        "mlp_norm": (hidden,),
+        "gate_proj": (hidden, config.intermediate_size),
+        "up_proj": (hidden, config.intermediate_size),
+        "down_proj": (config.intermediate_size, hidden),
+    }
+    if config.qkv_bias:
+        shapes |= {"q_bias": (q_width,), "k_bias": (kv_width,), "v_bias": (kv_width,)}
+    if config.o_bias:
+        shapes["o_bias"] = (hidden,)
+    if config.qk_norm:
+        shapes |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
+    return shapes
+
+
+def top_shapes(config: QwenConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every weight outside the layers, by name; no "lm_head" where it is tied."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (config.vocab_size, config.hidden_size),
+        "final_norm": (config.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head"] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Returns x over its root mean square, times weight: x.dtype[..., n], computed in float32."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return (wide * jax.lax.rsqrt(mean_square + eps) * weight).astype(x.dtype)
+
+
+class DecoderLayer(nnx.Module):
+    """One decoder layer; holds the weights of `layer_shapes`, alone or stacked on a leading layer axis."""
+
+    def __init__(self, config: QwenConfig, weights: Mapping[str, Array]):
+        self.config = config
+        for name in layer_shapes(config):
+            setattr(self, name, nnx.Param(weights[name]))
+
+    def __call__(
+        self,
+        x: Array,
+        cos: Array,
+        sin: Array,
+        layer: Array,
+        window: Window,
+        attend: Attend[Carry],
+        carry: Carry,
+    ) -> tuple[Array, Carry]:
+        """Returns the residual stream after this layer, and what `attend` made of its carry.
+
+        Args:
+          x: float[row, q_pos, hidden].
+          cos, sin: f32[row, q_pos, 1, head_dim / 2].
+          layer: i32[], index of this layer.
+          window: sliding window of this layer in tokens; None for all.
+          attend: see `Qwen.forward`.
+          carry: the state of `attend`.
+        """
+        config = self.config
+        h = rms_norm(x, self.input_norm[...], config.rms_norm_eps)
+        q = self._heads(h, "q", config.num_q_heads)
+        k = self._heads(h, "k", config.num_kv_heads)
+        v = self._heads(h, "v", config.num_kv_heads)
+        if config.qk_norm:
+            q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
+            k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
+        out, carry = attend(carry, layer, rotate(q, cos, sin), rotate(k, cos, sin), v, window)
+        out = out.reshape(*x.shape[:2], -1) @ self.o_proj[...]
+        x = x + (_add_bias(out, self.o_bias[...]) if config.o_bias else out)
+        h = rms_norm(x, self.mlp_norm[...], config.rms_norm_eps)
+        gated = jax.nn.silu(h @ self.gate_proj[...]) * (h @ self.up_proj[...])
+        return x + gated @ self.down_proj[...], carry
+
+    def _heads(self, h: Array, name: str, num_heads: int) -> Array:
+        """Projects to float[row, q_pos, head, head_dim]."""
+        out = h @ getattr(self, f"{name}_proj")[...]
+        if self.config.qkv_bias:
+            out = _add_bias(out, getattr(self, f"{name}_bias")[...])
+        return out.reshape(*h.shape[:2], num_heads, self.config.head_dim)
+
+
+class Qwen(nnx.Module):
+    """A Qwen2, Qwen3 or Llama decoder; follows the `DecoderModel` protocol of jaxkv.
+
+    Attributes:
+      config: static description.
+      implementation: static; passed to the cache's ops.
+      embed: param[vocab, hidden].
+      layers: DecoderLayer whose weights are stacked, param[layer, ...].
+      final_norm: param[hidden].
+      lm_head: param[vocab, hidden]; absent where it is tied to the embedding.
+    """
+
+    def __init__(
+        self, config: QwenConfig, weights: Mapping[str, Any], implementation: str = "auto"
+    ):
+        """Takes `weights` as `top_shapes` names them, plus "layers": a dict of the stacked `layer_shapes`.
+
+        Raises:
+          ValueError: a weight is missing or has another shape than the config says.
+        """
+        _check_shapes(config, weights)
+        self.config = config
+        self.implementation = implementation
+        for name in top_shapes(config):
+            setattr(self, name, nnx.Param(weights[name]))
+        self.layers = DecoderLayer(config, weights["layers"])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Number type of the weights."""
+        return np.dtype(self.embed[...].dtype)
+
+    def __call__(self, tokens: Array, store: KVStore, view: BatchView) -> tuple[Array, KVStore]:
+        """Runs new tokens through all layers, reading and writing K and V through the paged cache.
+
+        ALIASES: under jit with a donated store the pool is updated in place.
+        REQUIRES: `view` comes from `reserve`: the rows have room for their new tokens.
+
+        Args:
+          tokens: i32[row, q_pos], ids in [0, vocab); padding (j >= q_len) may hold any id.
+          store: the pool, sized for this model.
+          view: tables, lengths and positions of the rows.
+
+        Returns:
+          hidden: float[row, q_pos, hidden], after the final norm; padding holds rubbish.
+          store: with the new tokens' K and V.
+
+        Raises:
+          ValueError: the store or the view does not fit the model or the tokens.
+        """
+        self._check_call(tokens, store, view)
+        scale = self.config.head_dim**-0.5
+
+        def attend(
+            store: KVStore, layer: Array, q: Array, k: Array, v: Array, window: Window
+        ) -> tuple[Array, KVStore]:
+            store = write_kv(store, layer, k, v, view, implementation=self.implementation)
+            out = paged_attention(
+                q,
+                store,
+                layer,
+                view,
+                scale=scale,
+                window=window,
+                implementation=self.implementation,
+            )
+            return out, store
+
+        return self.forward(tokens, view.positions, attend, store)
+
+    def forward(
+        self, tokens: Array, positions: Array, attend: Attend[Carry], carry: Carry
+    ) -> tuple[Array, Carry]:
+        """Runs the layers with any attention.
+
+        Args:
+          tokens, positions: i32[row, q_pos].
+          attend: `attend(carry, layer, q, k, v, window) -> (out, carry)` with layer i32[], q and out
+            float[row, q_pos, q_head, head_dim], k and v float[row, q_pos, kv_head, head_dim], both rotated;
+            window an i32[] or int (`NO_WINDOW` for full layers between sliding ones), or None.
+          carry: first state of `attend`; its structure and shapes do not change.
+
+        Returns:
+          hidden float[row, q_pos, hidden] after the final norm, and the last carry.
+        """
+        x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
+        cos, sin = cos_sin(self.config.rope, self.config.head_dim, positions)
+        layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+
+        def step(state: tuple[Array, Carry], xs: tuple[DecoderLayer, Array, Array | None]) -> Any:
+            weights, layer, window = xs
+            return weights(state[0], cos, sin, layer, window, attend, state[1]), None
+
+        xs = (self.layers, layers, layer_windows(self.config))
+        (x, carry), _ = jax.lax.scan(step, (x, carry), xs)
+        return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps), carry
+
+    def unembed(self, hidden: Array) -> Array:
+        """Returns logits f32[..., vocab] of float[..., hidden] (as `__call__` returns it)."""
+        head = self.embed if self.config.tie_word_embeddings else self.lm_head
+        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
+        return jax.lax.dot_general(hidden, head[...], contract, preferred_element_type=jnp.float32)
+
+    def _check_call(self, tokens: Array, store: KVStore, view: BatchView) -> None:
+        config, layout = self.config, store.layout
+        for name in ("num_layers", "num_kv_heads", "head_dim"):
+            if getattr(layout, name) != getattr(config, name):
+                raise ValueError(
+                    f"store: expected {name} {getattr(config, name)} of the model, got {getattr(layout, name)}"
+                )
+        if tokens.shape != view.positions.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(
+                f"tokens: expected integers of shape {view.positions.shape}, got {tokens.dtype}{list(tokens.shape)}"
+            )
+
+
+def layer_windows(config: QwenConfig) -> Array | None:
+    """Returns i32[layer], `NO_WINDOW` where a layer is full; None if no layer slides."""
+    if not config.slides:
+        return None
+    return jnp.asarray(
+        [NO_WINDOW if window is None else window for window in config.windows], jnp.int32
+    )
+
+
+def _add_bias(x: Array, bias: Array) -> Array:
+    return x + bias.reshape(1, 1, -1)
+
+
+def _check_shapes(config: QwenConfig, weights: Mapping[str, Any]) -> None:
+    """Raises ValueError naming every weight that is missing or misshapen."""
+    expected: dict[str, tuple[int, ...]] = dict(top_shapes(config))
+    expected |= {
+        f"layers.{name}": (config.num_layers, *shape)
+        for name, shape in layer_shapes(config).items()
+    }
+    given = {name: value for name, value in weights.items() if name != "layers"}
+    given |= {f"layers.{name}": value for name, value in weights.get("layers", {}).items()}
+    faults = [f"{name}: missing" for name in expected if name not in given]
+    faults += [
+        f"{name}: expected {shape}, got {tuple(given[name].shape)}"
+        for name, shape in expected.items()
+        if name in given and tuple(given[name].shape) != shape
+    ]
+    faults += [f"{name}: not a weight of this model" for name in given if name not in expected]
+    if faults:
+        raise ValueError("weights: " + "; ".join(faults))
