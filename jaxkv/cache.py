@@ -158,7 +158,7 @@ def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> Pa
     bits = (
         _slot_bits(config, dst)
         | flag(StatusBit.INVALID_SEQ, jnp.any(real & (src != source)))
-        | flag(StatusBit.EMPTY_SLOT, jnp.any(real & (source_lens == 0)))
+        | flag(StatusBit.EMPTY_SLOT, jnp.any(real & (src == source) & (source_lens == 0)))
     )
     real &= bits == 0
 

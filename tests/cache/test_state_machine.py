@@ -1,0 +1,127 @@
+"""Random sequences of transitions, failures among them, against `PlainCache` after every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from driver import SMALL, Driver
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from jaxkv import StatusBit
+
+ROWS = 4
+QUERY_LEN = 6
+
+_slots = st.integers(0, SMALL.max_seqs - 1)
+_any_ids = st.integers(-2, SMALL.max_seqs + 2)
+_some_slots = st.lists(_slots, min_size=1, max_size=ROWS, unique=True)
+_q_lens = st.integers(0, QUERY_LEN)
+_ROW = st.tuples(_slots, _q_lens)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Takes every step in a real and a plain cache; `Driver` compares them after each."""
+
+    format = "float32"
+    outcomes: ClassVar[Counter[StatusBit]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(
+            dataclasses.replace(SMALL, format=self.format), query_len=QUERY_LEN, rows=ROWS
+        )
+
+    def _take(self, transition: Callable[..., StatusBit], *args: Any) -> None:
+        self.outcomes[transition(*args)] += 1
+
+    @rule(rows=st.lists(_ROW, min_size=1, max_size=ROWS, unique_by=lambda row: row[0]))
+    def append(self, rows: list[tuple[int, int]]) -> None:
+        """New tokens for distinct slots; runs out of blocks or of table width often."""
+        self._take(self.driver.append, *rows)
+
+    @rule(slot=_slots, q_len=st.integers(1, QUERY_LEN), others=_some_slots)
+    def fork_and_append(self, slot: int, q_len: int, others: list[int]) -> None:
+        """One sequence copied to several slots, which then all write: the case copy-on-write is for."""
+        if not self.driver.plain.kv_len(slot):
+            self._take(self.driver.append, (slot, q_len))
+        self._take(self.driver.fork, *[(slot, dst) for dst in others])
+        self._take(self.driver.append, *[(dst, q_len) for dst in others])
+
+    @rule(sources=st.lists(_slots, min_size=ROWS, max_size=ROWS), dst=_some_slots)
+    def fork(self, sources: list[int], dst: list[int]) -> None:
+        """Any pairs, slots in use and chains such as a -> b, b -> a included."""
+        self._take(self.driver.fork, *zip(sources, dst, strict=False))
+
+    @rule(slots=_some_slots, cuts=st.lists(st.integers(0, 16), min_size=ROWS, max_size=ROWS))
+    def truncate(self, slots: list[int], cuts: list[int]) -> None:
+        """Rolls back by a valid amount."""
+        lengths = [
+            cut % (self.driver.plain.kv_len(s) + 1) for s, cut in zip(slots, cuts, strict=False)
+        ]
+        self._take(self.driver.truncate, *zip(slots, lengths, strict=True))
+
+    @rule(slots=_some_slots)
+    def release(self, slots: list[int]) -> None:
+        """Ends the named slots that hold something."""
+        self._take(self.driver.release, *[slot for slot in slots if self.driver.plain.kv_len(slot)])
+
+    @rule(rows=st.lists(st.tuples(_any_ids, st.integers(-2, 9)), min_size=1, max_size=ROWS))
+    def append_anything(self, rows: list[tuple[int, int]]) -> None:
+        """Ids out of range or twice, lengths out of range."""
+        self._take(self.driver.append, *rows)
+
+    @rule(pairs=st.lists(st.tuples(_any_ids, _any_ids), min_size=1, max_size=ROWS))
+    def fork_anything(self, pairs: list[tuple[int, int]]) -> None:
+        """Empty sources, ids out of range or twice."""
+        self._take(self.driver.fork, *pairs)
+
+    @rule(rows=st.lists(st.tuples(_any_ids, st.integers(-2, 18)), min_size=1, max_size=ROWS))
+    def truncate_anything(self, rows: list[tuple[int, int]]) -> None:
+        """Lengths above the present one or below 0, ids out of range or twice."""
+        self._take(self.driver.truncate, *rows)
+
+    @rule(slots=_some_slots)
+    def release_anything(self, slots: list[int]) -> None:
+        """Empty slots among the named ones: a double release."""
+        self._take(self.driver.release, *slots)
+
+    def teardown(self) -> None:
+        """Everything released gives every block back."""
+        self._take(self.driver.release, *self.driver.plain.tokens)
+        assert self.driver.num_free == SMALL.num_blocks
+
+
+class Bfloat16Machine(CacheMachine):
+    """The same with bfloat16, stored as bits."""
+
+    format = "bfloat16"
+
+
+class Float16Machine(CacheMachine):
+    """The same with float16, stored as bits."""
+
+    format = "float16"
+
+
+def test_state_machine_random_transitions_match_plain_model() -> None:
+    """Field cases C1, C5, E9, I1, I2: nothing leaks, nothing stale is seen, counts are exact."""
+    CacheMachine.outcomes.clear()
+    run_state_machine_as_test(CacheMachine)
+    happened = functools.reduce(operator.or_, CacheMachine.outcomes)
+    assert happened == functools.reduce(operator.or_, StatusBit), "some failure never happened"
+    assert CacheMachine.outcomes[StatusBit(0)] > CacheMachine.outcomes.total() // 3
+
+
+@pytest.mark.parametrize("machine", [Bfloat16Machine, Float16Machine])
+def test_state_machine_narrow_formats_match_plain_model(machine: type[CacheMachine]) -> None:
+    """Field case O7: the pool keeps its dtype through every transition."""
+    few = settings(max_examples=max(25, settings().max_examples // 10))
+    run_state_machine_as_test(machine, settings=few)
