@@ -191,18 +191,18 @@ class CudaProgram:
         """`CompiledMemoryStats`: argument, output, alias and temp bytes on the device."""
         return self.compiled.memory_analysis()
 
-    def kernel(self, prefix: str) -> KernelStats:
-        """Statistics of the one kernel whose name starts with `prefix` (runs ptxas and nvdisasm).
+    def kernel(self, name: str) -> KernelStats:
+        """Statistics of the kernel called `name`, or else of the one whose name starts so.
+
+        Runs ptxas and nvdisasm.
 
         Raises:
           LookupError: there is none, or there are several.
         """
-        names = sorted({launch.name for launch in self.launches if launch.name.startswith(prefix)})
-        if len(names) != 1:
-            raise LookupError(
-                f"kernels called {prefix}*: expected one, got {names} of {self.launches}"
-            )
-        [name] = names
+        names = sorted({launch.name for launch in self.launches if launch.name.startswith(name)})
+        if name not in names and len(names) != 1:
+            raise LookupError(f"kernel {name}: expected one, got {names} of {self.launches}")
+        name = name if name in names else names[0]
         entry = re.compile(rf"\.entry\s+{re.escape(name)}\s*\(")
         ptx = next(text for text in self.ptx_files if entry.search(text))
         launch = next(launch for launch in self.launches if launch.name == name)
