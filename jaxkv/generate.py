@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import decode_loop
-from jaxkv.cache import raise_for_status
+from jaxkv.cache import PagedKVCache, raise_for_status
 from jaxkv.config import CacheConfig
 from jaxkv.decode_loop import DecodeState
 from jaxkv.ledger import fragmentation
@@ -66,6 +66,7 @@ class RunStats:
     decode_s: float = 0.0
     dispatches: int = 0
     num_blocks: int = 0
+    used_blocks: int = 0
     peak_blocks: int = 0
     peak_fragmentation: float = 0.0
 
@@ -84,6 +85,8 @@ class Generator:
       eos_token_ids: ids that end a sequence.
       prefill_chunk: prompt tokens per row and prefill call.
       steps_per_dispatch: decode steps between two looks of the host.
+      observe: called with the cache at every look, after `stats` is up to date; the next dispatch donates
+        the cache, so whatever it wants to keep it must fetch.
 
     Raises:
       ValueError: a size is not positive.
@@ -97,6 +100,7 @@ class Generator:
         eos_token_ids: Sequence[int] = (),
         prefill_chunk: int = 64,
         steps_per_dispatch: int = 16,
+        observe: Callable[[PagedKVCache], None] | None = None,
     ) -> None:
         for name, value in (
             ("prefill_chunk", prefill_chunk),
@@ -109,6 +113,7 @@ class Generator:
         self.eos_token_ids = tuple(eos_token_ids)
         self.prefill_chunk = prefill_chunk
         self.steps_per_dispatch = steps_per_dispatch
+        self.observe = observe
         self.stats = RunStats()
         self._vocab = decode_loop.vocab_size(config, model)
         self._programs: dict[Any, Callable[..., DecodeState]] = {}
@@ -294,9 +299,12 @@ class Generator:
         """Updates the statistics from the state between two dispatches."""
         self.stats.new_tokens = new_tokens
         self.stats.peak_blocks = int(state.peak_blocks)
+        self.stats.used_blocks = self.config.num_blocks - int(state.cache.pool.num_free)
         tables, kv_lens = jax.device_get((state.cache.tables.blocks, state.cache.tables.kv_lens))
         current = fragmentation(tables, kv_lens, self.config.block_size)
         self.stats.peak_fragmentation = max(self.stats.peak_fragmentation, current)
+        if self.observe is not None:
+            self.observe(state.cache)
 
 
 def generate(
