@@ -1,22 +1,33 @@
-"""A paged KV cache for JAX: block ownership, bytes and generation as pure functions on pytrees."""
+"""A paged KV cache for JAX: block ownership, bytes and generation as pure functions on pytrees.
 
-from jaxkv.block_pool import BlockPool
-from jaxkv.block_table import BlockTables
-from jaxkv.cache import (
-    PagedKVCache,
-    clear_status,
-    fork,
-    init_cache,
-    raise_for_status,
-    release,
-    reserve,
-    truncate,
-)
-from jaxkv.config import CacheConfig
-from jaxkv.invariants import check_invariants
-from jaxkv.model import DecoderModel
-from jaxkv.status import CapacityError, Status, StatusBit, TransitionError
-from pallas_kernels.layout import BatchView, KVFormat, KVLayout, KVStore
+The names below are imported when they are first used: parts that need no JAX (the ledger, the command
+line's help) start without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxkv.block_pool import BlockPool
+    from jaxkv.block_table import BlockTables
+    from jaxkv.cache import (
+        PagedKVCache,
+        clear_status,
+        fork,
+        init_cache,
+        raise_for_status,
+        release,
+        reserve,
+        truncate,
+    )
+    from jaxkv.config import CacheConfig
+    from jaxkv.invariants import check_invariants
+    from jaxkv.model import DecoderModel
+    from jaxkv.profile import MemoryProfile, memory_profile
+    from jaxkv.status import CapacityError, Status, StatusBit, TransitionError
+    from pallas_kernels.layout import BatchView, KVFormat, KVLayout, KVStore
 
 __all__ = [
     "BatchView",
@@ -28,6 +39,7 @@ __all__ = [
     "KVFormat",
     "KVLayout",
     "KVStore",
+    "MemoryProfile",
     "PagedKVCache",
     "Status",
     "StatusBit",
@@ -36,8 +48,38 @@ __all__ = [
     "clear_status",
     "fork",
     "init_cache",
+    "memory_profile",
     "raise_for_status",
     "release",
     "reserve",
     "truncate",
 ]
+
+_MODULES = {
+    "jaxkv.block_pool": ("BlockPool",),
+    "jaxkv.block_table": ("BlockTables",),
+    "jaxkv.cache": (
+        "PagedKVCache", "clear_status", "fork", "init_cache", "raise_for_status", "release", "reserve",
+        "truncate",
+    ),
+    "jaxkv.config": ("CacheConfig",),
+    "jaxkv.invariants": ("check_invariants",),
+    "jaxkv.model": ("DecoderModel",),
+    "jaxkv.profile": ("MemoryProfile", "memory_profile"),
+    "jaxkv.status": ("CapacityError", "Status", "StatusBit", "TransitionError"),
+    "pallas_kernels.layout": ("BatchView", "KVFormat", "KVLayout", "KVStore"),
+}  # fmt: skip
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a public name, importing its module; the name is then an ordinary attribute."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
