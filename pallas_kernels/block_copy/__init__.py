@@ -1,0 +1,1 @@
+"""Copies of whole blocks inside the pool, for copy-on-write."""
