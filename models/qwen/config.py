@@ -203,12 +203,9 @@ def rope_from_hf(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
     if partial not in (None, 1, 1.0):
         raise NotImplementedError(f"partial_rotary_factor: only 1.0 is supported, got {partial!r}")
     kind = both.get("rope_type") or both.get("type") or "default"
-    original = hf.get("original_max_position_embeddings") or both.get(
-        "original_max_position_embeddings"
-    )
+    name = "original_max_position_embeddings"
+    original = hf.get(name) or both.get(name) or max_positions
     factor = both.get("factor")
-    if kind in ("yarn", "llama3") and not original:
-        original = max_positions
     if kind == "yarn" and factor is None:
         factor = max_positions / original
     if kind in ("linear", "llama3") and factor is None:

@@ -110,14 +110,13 @@ def load(
     folder = Path(folder)
     files, weight_map = weight_files(folder)
     handles = {path.name: _open(path) for path in files}
-    home = {tensor: name for name, handle in handles.items() for tensor in handle.keys()}
+    held = {name: set(handle.keys()) for name, handle in handles.items()}
+    home = {tensor: name for name, tensors in held.items() for tensor in tensors}
     if weight_map is not None:
-        strays = sorted(
-            tensor for tensor in weight_map if tensor not in handles[weight_map[tensor]].keys()
-        )
-        if strays:
+        absent = sorted(tensor for tensor, name in weight_map.items() if tensor not in held[name])
+        if absent:
             raise ValueError(
-                f"{folder / INDEX}: names tensors its files do not hold: {', '.join(strays)}"
+                f"{folder / INDEX}: names tensors its files do not hold: {', '.join(absent)}"
             )
         home = dict(weight_map)
     found = {

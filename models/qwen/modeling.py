@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,16 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 class DecoderLayer(nnx.Module):
     """One decoder layer; holds the weights of `layer_shapes`, alone or stacked on a leading layer axis."""
 
+    input_norm: nnx.Param
+    q_norm: nnx.Param
+    k_norm: nnx.Param
+    mlp_norm: nnx.Param
+    o_proj: nnx.Param
+    o_bias: nnx.Param
+    gate_proj: nnx.Param
+    up_proj: nnx.Param
+    down_proj: nnx.Param
+
     def __init__(self, config: QwenConfig, weights: Mapping[str, Array]):
         self.config = config
         for name in layer_shapes(config):
@@ -140,6 +150,10 @@ class Qwen(nnx.Module):
       lm_head: param[vocab, hidden]; absent where it is tied to the embedding.
     """
 
+    embed: nnx.Param
+    final_norm: nnx.Param
+    lm_head: nnx.Param
+
     def __init__(
         self, config: QwenConfig, weights: Mapping[str, Any], implementation: str = "auto"
     ):
@@ -194,7 +208,7 @@ class Qwen(nnx.Module):
                 window=window,
                 implementation=self.implementation,
             )
-            return out, store
+            return cast(Array, out), store
 
         return self.forward(tokens, view.positions, attend, store)
 

@@ -107,7 +107,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
       published with Llama 3.1.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    plain = (1.0 / np.float32(rope.theta) ** exponent).astype(np.float32)
+    plain: np.ndarray = np.float32(1.0) / np.power(np.float32(rope.theta), exponent)
     if rope.freq_factors:
         if len(rope.freq_factors) != head_dim // 2:
             raise ValueError(
