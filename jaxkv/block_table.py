@@ -77,9 +77,11 @@ def fold_entries(
     Returns:
       The last carry.
     """
+    num_rows, width = rows.shape
+    if num_rows == 0:
+        return carry
     count = jnp.maximum(last - first, 0)
     end = jnp.cumsum(count)
-    num_rows, width = rows.shape
     size = min(_CHUNK, num_rows * width)
 
     def visit(state: tuple[Array, Carry]) -> tuple[Array, Carry]:

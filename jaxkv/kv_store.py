@@ -37,6 +37,8 @@ def copy_blocks(store: KVStore, src: Array, dst: Array, count: Array) -> KVStore
     Returns:
       The store with the copies made.
     """
+    if src.shape[0] == 0:
+        return store
 
     def copy_one(i: Array, kv: Array) -> Array:
         block = jax.lax.dynamic_slice_in_dim(kv, src[i], 1, axis=1)

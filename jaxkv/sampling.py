@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+import numbers
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+
+_MAX_FLOAT32 = float(jnp.finfo(jnp.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +45,17 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        def check(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+        def check(name: str, kind: type, ok: Callable[[Any], bool], expected: str) -> None:
+            value = getattr(self, name)
+            if not isinstance(value, kind) or not ok(value):
+                raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
-        check("temperature", 0 <= self.temperature < math.inf, "a finite number >= 0")
-        check("top_k", self.top_k >= 0, "an integer >= 0")
-        check("top_p", 0 < self.top_p <= 1, "a number in (0, 1]")
-        check("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
-        check("seed", 0 <= self.seed < 2**32, "an integer in [0, 2**32)")
+        real, integer = numbers.Real, numbers.Integral
+        check("temperature", real, lambda x: 0 <= x <= _MAX_FLOAT32, "a finite number >= 0 (float32)")
+        check("top_k", integer, lambda x: 0 <= x < 2**31, "an integer >= 0 (int32)")
+        check("top_p", real, lambda x: 0 < x <= 1, "a number in (0, 1]")
+        check("min_p", real, lambda x: 0 <= x <= 1, "a number in [0, 1]")
+        check("seed", integer, lambda x: 0 <= x < 2**32, "an integer in [0, 2**32)")
 
 
 @functools.partial(
@@ -107,7 +113,10 @@ def sample(state: SamplingState, logits: Array, token_index: Array) -> Array:
     drawing = state.temperature > 0
 
     def draw(logits: Array) -> Array:
-        scaled = logits / jnp.where(drawing, state.temperature, 1.0)[:, None]
+        # Relative to the best, a tiny temperature takes the others to -inf and leaves the best at 0.
+        temperature = jnp.maximum(state.temperature, jnp.finfo(jnp.float32).tiny)
+        scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled = scaled / jnp.where(drawing, temperature, 1.0)[:, None]
         cuts_tail = drawing & ((state.top_k > 0) | (state.top_p < 1))
         scaled = jax.lax.cond(
             jnp.any(cuts_tail), lambda x: _keep_top(state, x), lambda x: x, scaled
