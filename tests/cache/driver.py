@@ -93,8 +93,9 @@ class Programs:
 
 
 @functools.lru_cache(maxsize=64)
-def programs(config: CacheConfig, query_len: int) -> Programs:
-    """Returns the compiled transitions of a config, shared by all tests of the process."""
+def programs(config: CacheConfig, query_len: int = 6, rows: int = 4) -> Programs:
+    """Returns the compiled transitions for calls of `rows` rows, shared by all tests of the process."""
+    del rows  # part of the key alone: other rows are other programs
     return Programs(config, query_len)
 
 
@@ -113,7 +114,7 @@ class Driver:
         self.rows = rows
         self.cache = poisoned(transitions.init_cache(config))
         self.plain = PlainCache(config)
-        self._run = programs(config, query_len)
+        self._run = programs(config, query_len, rows)
         self._written = 0
 
     def append(self, *pieces: tuple[int, int]) -> StatusBit:
