@@ -171,6 +171,24 @@ def paged_attention_triton(
     )(out, lse, view.kv_lens, view.q_lens, *([traced["window"]] if "window" in traced else []))
 
 
+def _as(dtype: Any, plain: type) -> Any:
+    """Returns a cast for knobs: None stays None, numbers stay weakly typed, traced values get `dtype`."""
+
+    def cast(x: Any) -> Any:
+        if x is None:
+            return None
+        return plain(x) if isinstance(x, numbers.Number) else x.astype(dtype)
+
+    return cast
+
+
+_KNOBS = {
+    "scale": _as(jnp.float32, float),
+    "soft_cap": _as(jnp.float32, float),
+    "window": _as(jnp.int32, int),
+}
+
+
 def _check_supported(q: Array, store: KVStore) -> None:
     """Raises NotImplementedError for what the kernels cannot do."""
     for name, dtype in (("q", q.dtype), ("store", store.layout.format.dtype)):
@@ -260,7 +278,7 @@ def _attend(
     """One split of one tile of queries of one kv head of one row."""
     *knob_refs, out_ref, lse_ref = refs
     knobs = constants | {name: ref[...] for name, ref in zip(names, knob_refs, strict=True)}
-    scale, soft_cap, window = knobs["scale"], knobs["soft_cap"], knobs["window"]
+    scale, soft_cap, window = (_KNOBS[name](knobs[name]) for name in _KNOBS)
     tiling, head_dim, width = plan.tiling, plan.head_dim, plan.width
     kv_head, tile = pl.program_id(0) // plan.num_tiles, pl.program_id(0) % plan.num_tiles
     split, row = pl.program_id(1), pl.program_id(2)
@@ -352,7 +370,7 @@ def _combine(
 ):
     """Joins the parts of `combine_items` pairs (q_pos, q_head) of one row."""
     *window_ref, out_ref, lse_ref = refs
-    window = window_ref[0][...] if window_ref else constants["window"]
+    window = _KNOBS["window"](window_ref[0][...] if window_ref else constants["window"])
     items, row = plan.combine_items, pl.program_id(1)
     num_q_heads = plan.group * plan.num_kv_heads
     kv_len, q_len = kv_lens_ref[row], q_lens_ref[row]
@@ -364,26 +382,29 @@ def _combine(
     first_step, end_step, steps = plan.steps(*plan.key_range(tile, kv_len, q_len, window))
 
     split = jnp.arange(_power_of_two(plan.tiling.num_splits), dtype=jnp.int32)[:, None]
-    used = (split * steps < end_step - first_step) & (split < plan.tiling.num_splits) & inside
-    columns = jnp.arange(plan.width, dtype=jnp.int32)
+    used = split * steps[None, :] < (end_step - first_step)[None, :]
+    used &= (split < plan.tiling.num_splits) & inside[None, :]
+    index = _spread((split, query[None, :], head[None, :]))
     lse = plgpu.load(
-        part_lse_ref.at[(split, row, query[None, :], head[None, :])], mask=used, other=-jnp.inf
+        part_lse_ref.at[index[0], row, index[1], index[2]], mask=used, other=-jnp.inf
     )  # [split, item]
     peak = jnp.max(lse, axis=0)
     safe = jnp.where(peak == -jnp.inf, 0.0, peak)
-    weights = jnp.exp2((lse - safe) * _LOG2E)
+    weights = jnp.exp2((lse - safe[None, :]) * _LOG2E)
     total = jnp.sum(weights, axis=0)
     some = total > 0
     safe_total = jnp.where(some, total, 1.0)
 
+    columns = jnp.arange(plan.width, dtype=jnp.int32)
+    real = columns < plan.head_dim
     index = _spread(
         (split[:, :, None], query[None, :, None], head[None, :, None], columns[None, None, :])
     )
-    real = columns < plan.head_dim
     part = plgpu.load(
         part_ref.at[index[0], row, index[1], index[2], index[3]],
-        mask=used[:, :, None] & real[None, None, :], other=0.0,
-    )  # fmt: skip
+        mask=used[:, :, None] & real[None, None, :],
+        other=0.0,
+    )
     out = jnp.sum(part * (weights / safe_total[None, :])[:, :, None], axis=0)  # [item, width]
     index = _spread((query[:, None], head[:, None], columns[None, :]))
     plgpu.store(
