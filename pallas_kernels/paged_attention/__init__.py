@@ -49,7 +49,7 @@ def paged_attention(
       Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023,
       section 4.1; Dao et al., "FlashAttention", 2022, section 3.1 (the running softmax of the xla path).
     """
-    check_inputs(q, store, view, implementation, soft_cap)
+    check_inputs(q, store, view, implementation, soft_cap, window)
     run = paged_attention_reference if implementation == "reference" else paged_attention_xla
     layer = jnp.asarray(layer, jnp.int32)
     out, lse = run(q, store, layer, view, scale=scale, soft_cap=soft_cap, window=window)

@@ -23,7 +23,12 @@ IMPLEMENTATIONS = ("auto", "xla", "reference")
 
 
 def check_inputs(
-    q: Array, store: KVStore, view: BatchView, implementation: str, soft_cap: Array | float | None
+    q: Array,
+    store: KVStore,
+    view: BatchView,
+    implementation: str,
+    soft_cap: Array | float | None,
+    window: Array | int | None,
 ) -> None:
     """Checks everything that is known at trace time.
 
@@ -49,6 +54,8 @@ def check_inputs(
     check_view(view, rows)
     if isinstance(soft_cap, (int, float)) and soft_cap <= 0:
         raise ValueError(f"soft_cap: expected a positive number or None, got {soft_cap}")
+    if isinstance(window, int) and window < 1:
+        raise ValueError(f"window: expected an integer >= 1 or None, got {window}")
 
 
 def check_view(view: BatchView, rows: int) -> None:
