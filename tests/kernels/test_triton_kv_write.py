@@ -39,9 +39,16 @@ def make_view(lens: list[tuple[int, int]], query_len: int, block_size: int = 4) 
 
 
 def random_store(layout: KVLayout) -> KVStore:
-    """Returns a store of random bits, NaNs among them, so that any slot that changes by accident shows."""
+    """Returns a store of random bits, so that any slot that changes by accident shows.
+
+    In a pool of numbers all NaNs are alike: XLA:CPU, under the interpreter, does not keep their payload.
+    """
     bits = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
-    return KVStore(jnp.asarray(bits.view(layout.dtype).reshape(layout.shape)), layout)
+    numbers = bits.view(layout.format.dtype).copy()
+    if layout.dtype == layout.format.dtype:
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            numbers[np.isnan(numbers)] = np.nan
+    return KVStore(jnp.asarray(numbers.view(layout.dtype).reshape(layout.shape)), layout)
 
 
 def random_kv(view: BatchView, layout: KVLayout) -> tuple[np.ndarray, np.ndarray]:
