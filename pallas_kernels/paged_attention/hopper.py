@@ -63,12 +63,12 @@ class Refs:
     q: Any  # [row * q_pos * q_head, head_dim]
     kv: Any  # [layer * block * kv_head, block_size, 2 * head_dim]
     out: Any  # [split, row * q_pos * q_head, head_dim]
-    lse: Any  # f32[split, row, kv_head, query tile, column]
+    lse: Any  # f32[1, row, kv_head, query tile, column]; with splits the shape of out, spread over head_dim
     q_smem: Any  # [column, head_dim]
     kv_smem: Any  # [stage, token, 2 * head_dim]
     p_smem: Any  # [column, token]
     o_smem: Any  # [column, head_dim]
-    lse_smem: Any  # f32[column]
+    lse_smem: Any  # f32[column]; with splits [column, head_dim]
     q_ready: Any  # barrier
     full: Any  # barrier[stage]: the tile has arrived
     empty: Any  # barrier[stage]: the tile has been used
@@ -223,25 +223,46 @@ def attend(plan: Plan, refs: Refs, work: Work) -> None:
         plgpu.layout_cast(jnp.zeros((tile, columns), jnp.float32), wgmma_layout),
     )
     acc, peak, total = lax.fori_loop(work.begin, work.end, step, start)
-    total = total.sum(axis=0)
+    store_results(plan, refs, work, first_row, acc, peak, total.sum(axis=0))
+
+
+def store_results(plan: Plan, refs: Refs, work: Work, first_row, acc, peak, total) -> None:
+    """Normalises and writes what one thread block found.
+
+    With splits, lse is written once per head_dim: then everything `combine` touches has one shape, and
+    XLA makes a single elementwise kernel of it.
+    """
+
+    def spread(x):  # f32[column] -> f32[head_dim, column]
+        x = lax.broadcast_in_dim(x, (plan.head_dim, plan.columns), [1])
+        return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+
+    def store_transposed(ref, x):  # [head_dim, column] -> SMEM [column, head_dim]
+        x = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.transpose_ref(ref, (1, 0))[...] = x
+
     seen_any = total > 0
     total = jnp.where(seen_any, total, 1.0)
-    refs.lse_smem[...] = jnp.where(seen_any, (peak + jnp.log2(total)) / LOG2E, -jnp.inf)
-    plgpu.transpose_ref(refs.o_smem, (1, 0))[...] = plgpu.layout_cast(
-        (acc / spread(total, head_dim)).astype(refs.o_smem.dtype), plgpu.Layout.WGMMA_TRANSPOSED
-    )
+    lse = jnp.where(seen_any, (peak + jnp.log2(total)) / LOG2E, -jnp.inf)
+    store_transposed(refs.o_smem, acc / spread(total))
+    if plan.splits == 1:
+        refs.lse_smem[...] = lse
+    else:
+        store_transposed(refs.lse_smem, spread(lse))
     plgpu.commit_smem()
-    query_tile = lax.div(work.query, jnp.int32(plan.query_tile))
-    plgpu.copy_smem_to_gmem(refs.lse_smem, refs.lse.at[work.split, work.row, work.head, query_tile])
     for j in range(plan.query_tile):
 
         @pl.when(work.query + j < plan.query_len)
         def _store(j=j):
-            plgpu.copy_smem_to_gmem(
-                refs.o_smem.at[pl.ds(j * plan.head_columns, plan.group)],
-                refs.out.at[work.split, pl.ds(first_row + j * plan.num_q_heads, plan.group)],
-            )
+            columns = pl.ds(j * plan.head_columns, plan.group)
+            there = work.split, pl.ds(first_row + j * plan.num_q_heads, plan.group)
+            plgpu.copy_smem_to_gmem(refs.o_smem.at[columns], refs.out.at[there])
+            if plan.splits > 1:
+                plgpu.copy_smem_to_gmem(refs.lse_smem.at[columns], refs.lse.at[there])
 
+    if plan.splits == 1:
+        there = 0, work.row, work.head, lax.div(work.query, jnp.int32(plan.query_tile))
+        plgpu.copy_smem_to_gmem(refs.lse_smem, refs.lse.at[there])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -256,13 +277,10 @@ def multiply(a, b, shape):
 
 
 def combine(out: Array, lse: Array) -> tuple[Array, Array]:
-    """Merges partial attention over the leading split axis.
-
-    Written out split by split: elementwise, XLA makes one kernel of it.
+    """Merges partial attention over the leading split axis, elementwise and split by split.
 
     Args:
-      out: f32[split, ..., head_dim].
-      lse: f32[split, ...].
+      out, lse: f32[split, ...], of one shape.
     """
     parts = range(lse.shape[0])
     peak = lse[0]
@@ -272,7 +290,7 @@ def combine(out: Array, lse: Array) -> tuple[Array, Array]:
     weights = [jnp.exp(lse[s] - peak) for s in parts]
     total = sum(weights[1:], weights[0])
     safe = jnp.where(total > 0, total, 1.0)
-    merged = sum((weights[s] / safe)[..., None] * out[s] for s in parts)
+    merged = sum(weights[s] * out[s] for s in parts) / safe
     return merged, jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf)
 
 
@@ -321,14 +339,15 @@ def paged_attention_hopper(
         inputs["soft_cap"] = jnp.asarray(soft_cap, jnp.float32).reshape(1)
     if window is not None:
         inputs["window"] = jnp.asarray(window, jnp.int32).reshape(1)
-    out_dtype = q.dtype if plan.splits == 1 else jnp.float32
+    out_shape = (plan.splits, rows * query_len * num_q_heads, head_dim)
+    if plan.splits == 1:
+        out_dtype, lse_tile = q.dtype, (plan.columns,)
+        lse_shape = (1, rows, plan.num_kv_heads, plan.query_tiles, plan.columns)
+    else:
+        out_dtype, lse_tile, lse_shape = jnp.float32, (plan.columns, head_dim), out_shape
     outputs = {
-        "out": jax.ShapeDtypeStruct(
-            (plan.splits, rows * query_len * num_q_heads, head_dim), out_dtype
-        ),
-        "lse": jax.ShapeDtypeStruct(
-            (plan.splits, rows, plan.num_kv_heads, plan.query_tiles, plan.columns), jnp.float32
-        ),
+        "out": jax.ShapeDtypeStruct(out_shape, out_dtype),
+        "lse": jax.ShapeDtypeStruct(lse_shape, jnp.float32),
     }
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     scratch = {
@@ -336,7 +355,7 @@ def paged_attention_hopper(
         "kv_smem": plgpu.SMEM((plan.stages, plan.tile, 2 * head_dim), plan.dtype, transforms=tiled),
         "p_smem": plgpu.SMEM((plan.columns, plan.tile), plan.dtype, transforms=tiled),
         "o_smem": plgpu.SMEM((plan.columns, head_dim), out_dtype),
-        "lse_smem": plgpu.SMEM((plan.columns,), jnp.float32),
+        "lse_smem": plgpu.SMEM(lse_tile, jnp.float32),
         "q_ready": plgpu.Barrier(num_arrivals=plan.query_tile),
         "full": plgpu.Barrier(num_arrivals=plan.tile // plan.piece, num_barriers=plan.stages),
         "empty": plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
@@ -359,9 +378,9 @@ def paged_attention_hopper(
         thread_name="warpgroup",
         interpret=interpret or None,
     )(*inputs.values())
-    lse = lse.reshape(plan.splits, rows, plan.num_kv_heads, -1, plan.head_columns)
-    lse = lse[:, :, :, :query_len, : plan.group].transpose(0, 1, 3, 2, 4)
-    lse = lse.reshape(plan.splits, rows, query_len, num_q_heads)
-    out = out.reshape(plan.splits, *q.shape)
-    out, lse = (out[0], lse[0]) if plan.splits == 1 else combine(out, lse)
-    return out.astype(q.dtype), lse
+    if plan.splits > 1:
+        out, lse = combine(out, lse)
+        return out.astype(q.dtype).reshape(q.shape), lse[:, 0].reshape(q.shape[:3])
+    lse = lse.reshape(rows, plan.num_kv_heads, -1, plan.head_columns)
+    lse = lse[:, :, :query_len, : plan.group].transpose(0, 2, 1, 3)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])

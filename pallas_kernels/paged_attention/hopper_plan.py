@@ -95,7 +95,7 @@ def make_plan(
     tile = 128 if head_dim == 64 and columns <= 16 else 64
     # Two thread blocks share a multiprocessor where a few columns leave room for it.
     budget = SMEM_BYTES // (2 if columns <= 16 and head_dim <= 128 else 1) - 1024
-    fixed = columns * (head_dim * (2 + 4) + tile * 2 + 4) + 3 * 1024
+    fixed = columns * (head_dim * (2 + 4 + 4) + tile * 2 + 4) + 3 * 1024
     stages = min(6, (budget - fixed) // (tile * 2 * head_dim * 2))
     blocks = rows * layout.num_kv_heads * -(-query_len // query_tile)
     if splits is None:

@@ -1,0 +1,161 @@
+"""The Hopper kernel through the real CUDA compiler: what ptxas made of it, without a device."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import re
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compile.cuda_target import TARGETS, compile_for, kernel_stats, skip_reason
+
+from pallas_kernels.layout import BatchView, KVLayout, KVStore, kv_format
+from pallas_kernels.paged_attention.hopper import paged_attention_hopper
+from pallas_kernels.paged_attention.hopper_plan import make_plan
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(skip_reason() is not None, reason=str(skip_reason())),
+]
+
+NAME = "paged_attention_hopper_kernel"
+QWEN3_8B = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+QWEN25_05B = {"num_q_heads": 14, "num_kv_heads": 2, "head_dim": 64}
+
+
+@functools.cache
+def build(
+    *,
+    num_q_heads,
+    num_kv_heads,
+    head_dim,
+    block_size=64,
+    rows=64,
+    query_len=1,
+    context=4096,
+    format="bfloat16",
+    as_bits=False,
+    bounded=False,
+    num_layers=1,
+    arch="sm_90",
+):
+    """Returns (program, statistics of the kernel, its plan) of one attention call.
+
+    The backend keeps every kernel it has compiled in this process, whatever the target, and writes files
+    for new ones only: two calls that need their own files must differ in a shape.
+    """
+    max_blocks = context // block_size
+    layout = KVLayout(
+        num_layers,
+        max_blocks * rows,
+        num_kv_heads,
+        block_size,
+        head_dim,
+        kv_format(format),
+        as_bits,
+    )
+    shape = jax.ShapeDtypeStruct
+    i32 = functools.partial(shape, dtype=jnp.int32)
+    q = shape((rows, query_len, num_q_heads, head_dim), layout.format.dtype)
+    view = BatchView(i32((rows, max_blocks)), i32((rows,)), i32((rows,)), i32((rows, query_len)))
+
+    def attend(q, store, layer, view, scale, soft_cap, window):
+        out, _ = paged_attention_hopper(
+            q,
+            store,
+            layer,
+            view,
+            scale=scale,
+            soft_cap=soft_cap if bounded else None,
+            window=window if bounded else None,
+        )
+        return out
+
+    number = shape((), jnp.float32)
+    arguments = (q, KVStore(shape(layout.shape, layout.dtype), layout), i32(()), view)
+    arguments = (*arguments, number, number, i32(()))
+    with tempfile.TemporaryDirectory(prefix="jaxkv-hopper-") as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        try:
+            program = compile_for(TARGETS[arch], attend, arguments)
+        finally:
+            del os.environ["MOSAIC_GPU_DUMP_TO"]
+        [ptx] = [path.read_text() for path in pathlib.Path(folder).glob(f"{NAME}*.ptx")]
+        [passes] = pathlib.Path(folder).glob(f"{NAME}*.log")
+        shared = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", passes.read_text())
+    [entry] = re.findall(r"\.entry\s+(\w+)", ptx)
+    plan = make_plan(layout, q.shape, max_blocks)
+    return program, kernel_stats(ptx, entry, 256, int(shared[1])), plan
+
+
+DECODE = [
+    {**model, "block_size": block_size}
+    for model in (QWEN3_8B, QWEN25_05B)
+    for block_size in (16, 64, 128)
+]
+OTHERS = [
+    {**QWEN3_8B, "rows": 1, "context": 32768},
+    {**QWEN3_8B, "format": "float16", "bounded": True},
+    {**QWEN3_8B, "query_len": 4},
+    {**QWEN3_8B, "query_len": 512, "rows": 1},
+    {**QWEN25_05B, "query_len": 512, "rows": 1, "bounded": True},
+    {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 256},
+    {"num_q_heads": 64, "num_kv_heads": 1, "head_dim": 128},
+]
+
+
+def describe(options):
+    return "-".join(f"{name}={value}" for name, value in options.items())
+
+
+@pytest.mark.parametrize("options", DECODE + OTHERS, ids=describe)
+def test_sm_90_uses_tma_and_wgmma_and_spills_nothing(options):
+    program, stats, plan = build(**options)
+    assert stats.spill_bytes == stats.stack_bytes == 0
+    assert stats.count("HGMMA") > 0
+    assert stats.count("UTMALDG") > 0
+    assert stats.count("LDG.*128") == 0  # nothing of the KV passes through registers on its way in
+    assert len(program.launches) <= 2
+    parts = plan.splits if plan.splits > 1 else 0
+    values = plan.rows * plan.query_len * plan.num_q_heads * plan.head_dim
+    merging = parts * 2 * 4 * values  # out and lse of each split, float32
+    assert program.memory.temp_size_in_bytes <= merging + 2**20
+
+
+@pytest.mark.parametrize("options", DECODE, ids=describe)
+def test_two_thread_blocks_fit_one_core_at_decode_shapes(options):
+    program, stats, _ = build(**options)
+    assert program.target.blocks_per_core(stats) >= 2
+
+
+def test_few_query_heads_take_eight_columns():
+    _, stats, _ = build(**QWEN3_8B, block_size=64)
+    assert set(re.findall(r"wgmma\.mma_async\S+\.(m64n\d+k16)", stats.ptx)) == {"m64n8k16"}
+
+
+def test_only_v_is_transposed_by_the_tensor_core():
+    """Scores read K and q with head_dim innermost; the output reads V token by token: transpose A."""
+    _, stats, _ = build(**QWEN3_8B, block_size=64)
+    flags = re.findall(r"wgmma\.mma_async[^;]*?p, 1, 1, (\d), (\d);", stats.ptx)
+    assert flags.count(("0", "0")) == 128 // 16  # head_dim / 16 steps of K q^T
+    assert flags.count(("1", "0")) == 128 // 64 * (
+        64 // 16
+    )  # head_dim / 64 rows, tokens / 16 steps
+    assert len(flags) == 16
+
+
+@pytest.mark.parametrize("as_bits", [False, True])
+def test_stacked_pool_of_a_gigabyte_is_read_in_place(as_bits):
+    program, _, _ = build(**QWEN3_8B, block_size=32, num_layers=4 + as_bits, as_bits=as_bits)
+    assert program.memory.argument_size_in_bytes > 2**30
+    assert program.memory.temp_size_in_bytes < 2**20
+
+
+def test_sm_100_is_refused_by_the_backend():
+    """wgmma exists on sm_90a alone; sm_100 has tcgen05 in its place."""
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        build(**QWEN3_8B, rows=63, arch="sm_100")
