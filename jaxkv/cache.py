@@ -23,8 +23,9 @@ from jaxkv import block_pool
 from jaxkv.block_pool import BlockPool, init_pool
 from jaxkv.block_table import BlockTables, blocks_held, fold_entries, init_tables
 from jaxkv.config import CacheConfig
-from jaxkv.kv_store import copy_blocks, init_store
+from jaxkv.kv_store import init_store
 from jaxkv.status import CapacityError, Status, StatusBit, TransitionError, flag, ok_status
+from pallas_kernels.block_copy import copy_blocks
 from pallas_kernels.layout import BatchView, KVStore
 
 Array = jax.Array
@@ -122,9 +123,7 @@ def reserve(
     )
     status = Status(
         bits=cache.status.bits | bits,
-        need_blocks=jnp.where(
-            bits & StatusBit.OUT_OF_BLOCKS, need, cache.status.need_blocks
-        ),
+        need_blocks=jnp.where(bits & StatusBit.OUT_OF_BLOCKS, need, cache.status.need_blocks),
     )
     view = _batch_view(config, tables, real, slot, asked, query_len)
     return PagedKVCache(pool=pool, tables=tables, store=store, status=status), view
@@ -206,9 +205,7 @@ def truncate(
     real &= bits == 0
     pool, blocks = _give_back(config, cache.pool, old, slot, blocks_held(config, kv_lens), real)
     written = jnp.where(real, slot, config.no_seq)
-    tables = BlockTables(
-        blocks=blocks, kv_lens=old.kv_lens.at[written].set(kv_lens, mode="drop")
-    )
+    tables = BlockTables(blocks=blocks, kv_lens=old.kv_lens.at[written].set(kv_lens, mode="drop"))
     return dataclasses.replace(cache, pool=pool, tables=tables, status=_add_bits(cache, bits))
 
 
@@ -322,7 +319,12 @@ def _shared_tails(
 
 
 def _give_back(
-    config: CacheConfig, pool: BlockPool, tables: BlockTables, slot: Array, first: Array, real: Array
+    config: CacheConfig,
+    pool: BlockPool,
+    tables: BlockTables,
+    slot: Array,
+    first: Array,
+    real: Array,
 ) -> tuple[BlockPool, Array]:
     """Drops the blocks of each real row from column `first` on.
 
@@ -336,13 +338,20 @@ def _give_back(
     ) -> tuple[BlockPool, Array]:
         pool, blocks = state
         where = jnp.append(slot, config.no_seq)[row]
-        return block_pool.drop(pool, ids), blocks.at[where, column].set(config.no_block, mode="drop")
+        return block_pool.drop(pool, ids), blocks.at[where, column].set(
+            config.no_block, mode="drop"
+        )
 
     return fold_entries(config, tables.blocks[slot], first, last, step, (pool, tables.blocks))
 
 
 def _batch_view(
-    config: CacheConfig, tables: BlockTables, real: Array, slot: Array, q_lens: Array, query_len: int
+    config: CacheConfig,
+    tables: BlockTables,
+    real: Array,
+    slot: Array,
+    q_lens: Array,
+    query_len: int,
 ) -> BatchView:
     """Returns the rows of the tables, with positions for their new tokens."""
     kv_lens = jnp.where(real, tables.kv_lens[slot], 0)

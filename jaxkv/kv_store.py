@@ -1,4 +1,4 @@
-"""The bytes of the cache: making them, copying whole blocks, reading a sequence back.
+"""The bytes of the cache: making them, and reading a sequence back.
 
 Invariants:
   * The pool has a static shape and is updated in place when it is donated; nothing here copies it.
@@ -6,8 +6,6 @@ Invariants:
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -22,29 +20,6 @@ def init_store(config: CacheConfig) -> KVStore:
     """Returns a store of zeros."""
     layout = config.layout
     return KVStore(kv=jnp.zeros(layout.shape, layout.dtype), layout=layout)
-
-
-def copy_blocks(store: KVStore, src: Array, dst: Array, count: Array) -> KVStore:
-    """Copies the first `count` pairs of whole blocks, K and V of all layers.
-
-    The loop runs `count` times, so a call that copies nothing moves nothing.
-
-    Args:
-      store: the store.
-      src, dst: i32[n]; the first `count` pairs name valid blocks.  No dst is another pair's src.
-      count: i32[].
-
-    Returns:
-      The store with the copies made.
-    """
-    if src.shape[0] == 0:
-        return store
-
-    def copy_one(i: Array, kv: Array) -> Array:
-        block = jax.lax.dynamic_slice_in_dim(kv, src[i], 1, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(kv, block, dst[i], axis=1)
-
-    return dataclasses.replace(store, kv=jax.lax.fori_loop(0, count, copy_one, store.kv))
 
 
 def gather_dense(store: KVStore, block_table: Array, kv_len: int) -> tuple[Array, Array]:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels import dispatch
 from pallas_kernels.kv_write.reference import write_kv_reference
 from pallas_kernels.kv_write.spec import check_inputs
+from pallas_kernels.kv_write.tpu import write_kv_tpu
+from pallas_kernels.kv_write.triton import write_kv_triton
 from pallas_kernels.kv_write.xla import write_kv_xla
 from pallas_kernels.layout import Array, BatchView, KVStore
+
+IMPLEMENTATIONS = {
+    "tpu": write_kv_tpu,
+    "triton": write_kv_triton,
+    "xla": write_kv_xla,
+    "reference": write_kv_reference,
+}
 
 
 def write_kv(
@@ -29,14 +39,18 @@ def write_kv(
       layer: i32[], which layer to write; may be traced.
       k, v: float[row, q_pos, kv_head, head_dim].  Cast to the store's format; padding (j >= q_len) is dropped.
       view: tables, lengths and positions of the rows.
-      implementation: "auto" picks by the platform the program is lowered for; a named one never falls back.
+      implementation: "tpu" (Mosaic), "triton" (CUDA, sm_80 and later), "xla" (anywhere), "reference"; or "auto":
+        tpu, triton or xla, by the platform the program is lowered for.
 
     Returns:
       The store with the same structure and dtype; only the named slots differ.
 
     Raises:
       ValueError: shapes, dtypes or names that do not fit; the message names the value and what was expected.
+      NotImplementedError: the named implementation, or the platform's own, does not support the call.
     """
-    check_inputs(store, k, v, view, implementation)
-    run = write_kv_reference if implementation == "reference" else write_kv_xla
-    return run(store, jnp.asarray(layer, jnp.int32), k, v, view)
+    dispatch.check_name(implementation, IMPLEMENTATIONS)
+    check_inputs(store, k, v, view)
+    by_platform = {"tpu": "tpu", "cuda": "triton"}
+    operands = (store, jnp.asarray(layer, jnp.int32), k, v, view)
+    return dispatch.run(implementation, IMPLEMENTATIONS, by_platform, "xla", *operands)

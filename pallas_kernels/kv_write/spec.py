@@ -15,23 +15,21 @@ import jax.numpy as jnp
 from pallas_kernels.layout import Array, BatchView, KVStore
 from pallas_kernels.paged_attention.spec import check_view
 
-IMPLEMENTATIONS = ("auto", "xla", "reference")
 
-
-def check_inputs(store: KVStore, k: Array, v: Array, view: BatchView, implementation: str) -> None:
+def check_inputs(store: KVStore, k: Array, v: Array, view: BatchView) -> None:
     """Checks everything that is known at trace time.
 
     Raises:
-      ValueError: a shape, dtype or name is not what the op expects; the message names both.
+      ValueError: a shape or dtype is not what the op expects; the message names both.
     """
     layout = store.layout
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
     rows = view.kv_lens.shape[0]
     expected = (rows, view.query_len, layout.num_kv_heads, layout.head_dim)
     for name, x in (("k", k), ("v", v)):
         if x.shape != expected:
-            raise ValueError(f"{name}: expected [row, q_pos, kv_head, head_dim] = {expected}, got {x.shape}")
+            raise ValueError(
+                f"{name}: expected [row, q_pos, kv_head, head_dim] = {expected}, got {x.shape}"
+            )
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name}: expected a float dtype, got {x.dtype}")
     check_view(view, rows)

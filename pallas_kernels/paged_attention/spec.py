@@ -19,25 +19,20 @@ import jax.numpy as jnp
 
 from pallas_kernels.layout import Array, BatchView, KVStore
 
-IMPLEMENTATIONS = ("auto", "xla", "reference")
-
 
 def check_inputs(
     q: Array,
     store: KVStore,
     view: BatchView,
-    implementation: str,
     soft_cap: Array | float | None,
     window: Array | int | None,
 ) -> None:
     """Checks everything that is known at trace time.
 
     Raises:
-      ValueError: a shape, dtype or name is not what the op expects; the message names both.
+      ValueError: a shape, dtype or value is not what the op expects; the message names both.
     """
     layout = store.layout
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
     if q.ndim != 4:
         raise ValueError(f"q: expected [row, q_pos, q_head, head_dim], got shape {q.shape}")
     rows, query_len, num_q_heads, head_dim = q.shape
@@ -50,7 +45,9 @@ def check_inputs(
             f"q: expected a number of q heads that the {layout.num_kv_heads} kv heads divide, got {num_q_heads}"
         )
     if view.positions.shape != (rows, query_len):
-        raise ValueError(f"view.positions: expected shape {(rows, query_len)}, got {view.positions.shape}")
+        raise ValueError(
+            f"view.positions: expected shape {(rows, query_len)}, got {view.positions.shape}"
+        )
     check_view(view, rows)
     if isinstance(soft_cap, (int, float)) and soft_cap <= 0:
         raise ValueError(f"soft_cap: expected a positive number or None, got {soft_cap}")

@@ -65,8 +65,10 @@ def paged_attention_xla(
 
     def attend(state: _Softmax, kv: Array, key_pos: Array, key_end: Array) -> _Softmax:
         """Adds keys at key_pos i32[row, key], of which those below key_end i32[row, 1] exist."""
+        # With K as the left operand XLA:CPU need not repack it for a few queries: 57 us a chunk against
+        # 113.  The barrier keeps the compiler from folding the transpose back into the product.
         scores = jnp.einsum("rhkd,rhqd->rhkq", kv, queries, precision="highest")
-        scores = scores.transpose(0, 1, 3, 2)
+        scores = jax.lax.optimization_barrier(scores).transpose(0, 1, 3, 2)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         seen = (key_pos < key_end)[:, None, :] & (key_pos[:, None, :] <= query_pos[:, :, None])
@@ -115,9 +117,7 @@ def paged_attention_xla(
     # A row without full blocks has read somebody's block with weight 0; 0 * NaN must not stay.
     state = state._replace(acc=jnp.where(state.total[..., None] > 0, state.acc, 0.0))
 
-    open_ids = jnp.take_along_axis(
-        tables, jnp.minimum(num_full, tables.shape[1] - 1), axis=1
-    )
+    open_ids = jnp.take_along_axis(tables, jnp.minimum(num_full, tables.shape[1] - 1), axis=1)
     written = num_full * block_size + slot < view.kv_lens[:, None]
     open_kv = jnp.where(written[:, None, :, None], read(open_ids), 0.0)
     state = attend(state, open_kv, num_full * block_size + slot, view.kv_lens[:, None])

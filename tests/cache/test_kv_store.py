@@ -12,7 +12,8 @@ import pytest
 from driver import SMALL
 
 from jaxkv import KVStore
-from jaxkv.kv_store import copy_blocks, gather_dense, init_store
+from jaxkv.kv_store import gather_dense, init_store
+from pallas_kernels.block_copy import copy_blocks
 from pallas_kernels.layout import FORMATS, decode, encode
 
 _copy = jax.jit(copy_blocks)
