@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.layout import Array, BatchView, KVStore, encode
+from pallas_kernels.layout import Array, BatchView, KVLayout, KVStore, encode
 from pallas_kernels.paged_attention.tpu_plan import check_supported
 
 TILE = 8  # tokens
@@ -62,24 +62,28 @@ def write_kv_tpu(
     check_supported(layout)
     fused = encode(layout, jnp.concatenate([k, v], axis=-1))  # [row, q_pos, kv_head, 2 * head_dim]
     num_tiles = (view.query_len + 2 * (TILE - 1)) // TILE
-    first = (view.kv_lens - view.q_lens) // TILE * TILE  # position of each row's first tile
-    starts = first[:, None] + TILE * jnp.arange(num_tiles, dtype=jnp.int32)
-    columns = jnp.minimum(starts // layout.block_size, view.block_tables.shape[1] - 1)
-    blocks = jnp.take_along_axis(view.block_tables, columns, axis=1)
-    blocks = jnp.where(starts < view.kv_lens[:, None], blocks, layout.no_block)
-    begins = jnp.maximum((view.kv_lens - view.q_lens)[:, None] - starts, 0)
-    ends = jnp.minimum(view.kv_lens[:, None] - starts, TILE)
-    blocks = jnp.where(view.q_lens[:, None] > 0, blocks, layout.no_block)
-    kv = _call(store, view.kv_lens.shape[0] * num_tiles, view.query_len == 1, interpret)(
+    begin = view.kv_lens - view.q_lens  # position of each row's first new token
+    first = begin // TILE * TILE  # position of each row's first tile
+    tile_begin = first[:, None] + TILE * jnp.arange(num_tiles, dtype=jnp.int32)[None]
+    call = _call(store, view.kv_lens.shape[0] * num_tiles, view.query_len == 1, interpret)
+    kv = call(
         jnp.reshape(layer, (1,)).astype(jnp.int32),
-        blocks.reshape(-1),
-        (starts % layout.block_size).reshape(-1),
-        begins.reshape(-1),
-        ends.reshape(-1),
-        _new_tiles(fused, first - (view.kv_lens - view.q_lens), num_tiles),
+        _blocks_of(layout, view, tile_begin).reshape(-1),
+        (tile_begin % layout.block_size).reshape(-1),
+        (begin[:, None] - tile_begin).reshape(-1),
+        (view.kv_lens[:, None] - tile_begin).reshape(-1),
+        _new_tiles(fused, first - begin, num_tiles),
         store.kv,
     )
     return dataclasses.replace(store, kv=kv)
+
+
+def _blocks_of(layout: KVLayout, view: BatchView, tile_begin: Array) -> Array:
+    """Returns i32[row, tile], the block each tile is in; NO_BLOCK for tiles without a new token."""
+    columns = jnp.minimum(tile_begin // layout.block_size, view.block_tables.shape[1] - 1)
+    blocks = jnp.take_along_axis(view.block_tables, columns, axis=1)
+    has_new = (tile_begin < view.kv_lens[:, None]) & (view.q_lens > 0)[:, None]
+    return jnp.where(has_new, blocks, layout.no_block)
 
 
 def _new_tiles(fused: Array, offset: Array, num_tiles: int) -> Array:
@@ -95,7 +99,7 @@ def _new_tiles(fused: Array, offset: Array, num_tiles: int) -> Array:
     rows, query_len, heads, width = fused.shape
     if query_len == 1:
         return fused.reshape(rows, heads, 1, width)
-    index = offset[:, None] + jnp.arange(num_tiles * TILE, dtype=jnp.int32)
+    index = offset[:, None] + jnp.arange(num_tiles * TILE, dtype=jnp.int32)[None]
     index = jnp.clip(index, 0, query_len - 1)[:, :, None, None]
     tokens = jnp.take_along_axis(fused, index, axis=1)
     tiles = tokens.reshape(rows * num_tiles, TILE, heads, width)
@@ -142,8 +146,8 @@ def _kernel(
     layer_ref,  # i32[1]
     blocks_ref,  # i32[item]: the block a tile is in; num_blocks and more: no tile
     offsets_ref,  # i32[item]: first token of the tile in its block, a multiple of TILE
-    begins_ref,  # i32[item]: new tokens of the tile are begin <= token < end
-    ends_ref,  # i32[item]
+    begins_ref,  # i32[item]: the new tokens of the tile are begin <= token < end; begin may lie
+    ends_ref,  # i32[item]: before the tile and end past it
     # in
     new_ref,  # VMEM dtype[item, kv_head, TILE or 1, 2 * head_dim]
     _,  # HBM: the pool, as the output
@@ -153,10 +157,14 @@ def _kernel(
     old_ref,  # VMEM dtype[item, kv_head, TILE, 2 * head_dim]
     sems_ref,  # DMA[2]: reads, writes
 ):
-    """Writes the tiles of one step: start all reads, then merge and start each write, then wait."""
+    """Writes the tiles of one step: start all reads, wait for all, merge and start all writes, wait.
+
+    Copies end in any order, so a wait on a shared semaphore tells nothing until all have been waited for.
+    """
     first = pl.program_id(0) * per_step
     count = jnp.minimum(num_items - first, per_step)
     num_tokens = new_ref.shape[2]
+    bits = jnp.dtype(f"uint{8 * new_ref.dtype.itemsize}")
 
     def tile_of(i):
         offset = pl.multiple_of(offsets_ref[first + i], TILE)
@@ -168,7 +176,7 @@ def _kernel(
     def is_whole(i):
         if num_tokens == 1:
             return False
-        return (begins_ref[first + i] == 0) & (ends_ref[first + i] == TILE)
+        return (begins_ref[first + i] <= 0) & (ends_ref[first + i] >= TILE)
 
     def read(i):
         return pltpu.make_async_copy(tile_of(i), old_ref.at[i], sems_ref.at[0])
@@ -176,33 +184,40 @@ def _kernel(
     def write(i, source_ref):
         return pltpu.make_async_copy(source_ref.at[i], tile_of(i), sems_ref.at[1])
 
+    def is_part_old(i):
+        return exists(i) & jnp.logical_not(is_whole(i))
+
     @pl.loop(0, count)
     def _start(i):
-        whole = is_whole(i)
-
-        @pl.when(exists(i) & jnp.logical_not(whole))
+        @pl.when(is_part_old(i))
         def _():
             read(i).start()
 
         if num_tokens == TILE:
 
-            @pl.when(exists(i) & whole)
+            @pl.when(exists(i) & is_whole(i))
             def _():
                 write(i, new_ref).start()
 
     @pl.loop(0, count)
-    def _merge(i):
-        @pl.when(exists(i) & jnp.logical_not(is_whole(i)))
+    def _wait_for_reads(i):
+        @pl.when(is_part_old(i))
         def _():
             read(i).wait()
+
+    @pl.loop(0, count)
+    def _merge(i):
+        @pl.when(is_part_old(i))
+        def _():
             token = lax.broadcasted_iota(jnp.int32, old_ref.shape[1:], 1)
             is_new = (token >= begins_ref[first + i]) & (token < ends_ref[first + i])
-            new = jnp.broadcast_to(new_ref[i], old_ref.shape[1:])
-            old_ref[i] = jnp.where(is_new, new, old_ref[i])
+            new, old = (lax.bitcast_convert_type(x[i], bits) for x in (new_ref, old_ref))
+            merged = jnp.where(is_new, jnp.broadcast_to(new, old.shape), old)
+            old_ref[i] = lax.bitcast_convert_type(merged, old_ref.dtype)
             write(i, old_ref).start()
 
     @pl.loop(0, count)
-    def _finish(i):
+    def _wait_for_writes(i):
         @pl.when(exists(i))
         def _():
             write(i, old_ref).wait()

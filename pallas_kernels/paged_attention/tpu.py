@@ -57,7 +57,11 @@ def paged_attention_tpu(
 
 
 def _table_operand(plan: Plan, tables: Array) -> Array:
-    """Returns the table flat, for SMEM, or as i32[row, 1, table_width], for copies of one row."""
+    """Returns the table flat, for SMEM, or as i32[row, 1, table_width], for copies of one row.
+
+    Entries past the pool (NO_BLOCK and any other sentinel) become its last block here, once, and not per copy.
+    """
+    tables = jnp.clip(tables, 0, plan.num_blocks - 1)
     if plan.table_in_smem:
         return tables.reshape(-1)
     return jnp.pad(tables, ((0, 0), (0, plan.table_width - plan.max_blocks)))[:, None]
@@ -87,12 +91,16 @@ def _from_tiles(plan: Plan, x: Array) -> Array:
 
 def _call(plan: Plan, q_dtype, store: KVStore, has_soft_cap: bool, has_window: bool, interpret):
     """Returns the pallas_call of one plan."""
+    rows = plan.num_cores * plan.rows_per_core
     heads, queries = plan.num_kv_heads, plan.num_queries
     out_dtype = jnp.float32 if q_dtype == jnp.float16 else q_dtype
 
     def tile_spec(*shape: int) -> pl.BlockSpec:
         zeros = (0,) * len(shape)
-        return pl.BlockSpec((None, None, *shape), lambda row, tile, *_: (row, tile, *zeros))
+        return pl.BlockSpec(
+            (None, None, *shape),
+            lambda core, row, tile, *_: (core * plan.rows_per_core + row, tile, *zeros),
+        )
 
     def per_query(width: int):
         return pltpu.VMEM((heads, queries, width), jnp.float32)
@@ -102,7 +110,7 @@ def _call(plan: Plan, q_dtype, store: KVStore, has_soft_cap: bool, has_window: b
         functools.partial(kernel, plan, has_soft_cap, has_window),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4 if plan.table_in_smem else 3,
-            grid=(plan.num_rows, plan.num_tiles),
+            grid=(plan.num_cores, plan.rows_per_core, plan.num_tiles),
             in_specs=[
                 *table_spec,
                 pl.BlockSpec(memory_space=pltpu.SMEM),
@@ -125,15 +133,11 @@ def _call(plan: Plan, q_dtype, store: KVStore, has_soft_cap: bool, has_window: b
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(
-                (plan.num_rows, plan.num_tiles, heads, queries, plan.head_dim), out_dtype
-            ),
-            jax.ShapeDtypeStruct(
-                (plan.num_rows, plan.num_tiles, heads, 1, plan.lse_width), jnp.float32
-            ),
+            jax.ShapeDtypeStruct((rows, plan.num_tiles, heads, queries, plan.head_dim), out_dtype),
+            jax.ShapeDtypeStruct((rows, plan.num_tiles, heads, 1, plan.lse_width), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"),
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=VMEM_LIMIT_BYTES,
             disable_bounds_checks=True,  # block ids are clamped, lengths bounded by the table
         ),

@@ -3,7 +3,7 @@
 Invariants:
   * Copies run one chunk ahead of the arithmetic, across chunks, tiles and rows: whoever works on a chunk has
     started the next one first, and waits only for its own.
-  * `turn` counts chunks over the whole call; its parity names the buffer of a chunk.
+  * `turn` counts the chunks of a core over the whole call; its parity names the buffer of a chunk.
   * Only the blocks a tile can see are fetched.  In a chunk that is not all seen, K needs no care (its scores
     are selected away) and V is cleared in VMEM, because 0 * NaN is NaN.
 """
@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ class Rows:
     kv_lens_ref: Ref
     q_lens_ref: Ref
     window: Array | None
+    end: Array  # one past the last row of this core
 
     def kv_len(self, row: Array) -> Array:
         """Returns the tokens row `row` holds."""
@@ -66,10 +68,9 @@ class Rows:
         return Span(base, begin, end, first, jnp.where(has_query, last - first, 0))
 
     def next_row(self, row: Array) -> Array:
-        """Returns the next row after `row` that has queries; num_rows when there is none."""
-        last_row = self.plan.num_rows - 1
+        """Returns the next row of this core after `row` that has queries; `end` when there is none."""
         return lax.while_loop(
-            lambda r: (r <= last_row) & (self.q_len(jnp.minimum(r, last_row)) <= 0),
+            lambda r: (r < self.end) & (self.q_len(jnp.minimum(r, self.end - 1)) <= 0),
             lambda r: r + 1,
             row + 1,
         )
@@ -77,7 +78,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """Block ids.  A small table is prefetched whole; a large one visits SMEM row by row.
+    """Block ids, all of them inside the pool.  A small table is prefetched; a large one visits SMEM row by row.
 
     Row by row there are two places: `place` holds the row at work, `1 - place` the row after it.
     """
@@ -102,13 +103,12 @@ class Tables:
         if not self.plan.table_in_smem:
             self._copy(jnp.int32(0), place).wait()
 
-    def block(self, row: Array, place: Array, column: Array) -> Array:
-        """Returns the block in `column` of `row`, never one past the pool."""
+    def reader(self, row: Array, place: Array, first: Array) -> Callable[[Array | int], Array]:
+        """Returns a function from i to the block in column `first + i` of `row`."""
         if self.plan.table_in_smem:
-            block = self.tables_ref[row * self.plan.max_blocks + column]
-        else:
-            block = self.rows_ref[place, 0, column]
-        return jnp.minimum(block, self.plan.num_blocks - 1)
+            start = row * self.plan.max_blocks + first
+            return lambda i: self.tables_ref[start + i]
+        return lambda i: self.rows_ref[place, 0, first + i]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +128,11 @@ class Chunks:
         """Starts one copy per block; a whole chunk without a loop."""
         size = self.plan.chunk_blocks
 
+        block = self.tables.reader(row, place, first_block)
+
         def start_one(index):
-            block = self.tables.block(row, place, first_block + index)
             pltpu.make_async_copy(
-                self.kv_ref.at[self.layer, block],
+                self.kv_ref.at[self.layer, block(index)],
                 self.buffers_ref.at[slot, index],
                 self.sems_ref.at[slot],
             ).start()
@@ -312,22 +313,23 @@ def kernel(
     table_rows_ref,  # SMEM i32[2, 1, table_width]
     table_sem_ref,  # DMA[1]
 ):
-    """Answers the queries of tile program_id(1) of row program_id(0)."""
-    row, tile = pl.program_id(0), pl.program_id(1)
+    """Answers the queries of tile program_id(2) of row program_id(1) of core program_id(0)."""
+    begin = pl.program_id(0) * plan.rows_per_core
+    row, tile = begin + pl.program_id(1), pl.program_id(2)
     window = layer_ref[1] if has_window else None
-    rows = Rows(plan, kv_lens_ref, q_lens_ref, window)
+    rows = Rows(plan, kv_lens_ref, q_lens_ref, window, begin + plan.rows_per_core)
     tables = Tables(plan, tables_ref, table_rows_ref, table_sem_ref)
     chunks = Chunks(plan, layer_ref[0], tables, kv_ref, buffers_ref, sems_ref)
     softmax = Softmax(plan, floats_ref, q_ref, peak_ref, total_ref, acc_ref, has_soft_cap)
     span = rows.span(row, tile)
 
-    @pl.when((row == 0) & (tile == 0))
-    def _first_of_all():
+    @pl.when((row == begin) & (tile == 0))
+    def _first_of_core():
         turn_ref[0] = 0
         turn_ref[1] = 1
-        first_row = rows.next_row(jnp.int32(-1))
+        first_row = rows.next_row(begin - 1)
 
-        @pl.when(first_row < plan.num_rows)
+        @pl.when(first_row < rows.end)
         def _():
             tables.start(first_row, jnp.int32(0))
             tables.wait(jnp.int32(0))
@@ -344,7 +346,7 @@ def kernel(
         def _first_of_row():
             turn_ref[1] = 1 - turn_ref[1]
 
-            @pl.when(after_row < plan.num_rows)
+            @pl.when(after_row < rows.end)
             def _():
                 tables.start(after_row, 1 - turn_ref[1])
 
@@ -370,9 +372,9 @@ def answer_tile(
     turn, place = turn_ref[0], turn_ref[1]
 
     stays = (tile + 1) * plan.tile_len < rows.q_len(row)
-    next_row = jnp.where(stays, row, jnp.minimum(after_row, plan.num_rows - 1))
+    next_row = jnp.where(stays, row, jnp.minimum(after_row, rows.end - 1))
     next_span = rows.span(next_row, jnp.where(stays, tile + 1, 0))
-    next_blocks = jnp.where(stays | (after_row < plan.num_rows), next_span.num_blocks, 0)
+    next_blocks = jnp.where(stays | (after_row < rows.end), next_span.num_blocks, 0)
     next_place = jnp.where(stays, place, 1 - place)
 
     @pl.loop(0, num_chunks)

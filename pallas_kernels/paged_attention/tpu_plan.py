@@ -34,6 +34,7 @@ class Tuning:
       max_queries: score rows per kv head and tile.
       wide_queries: up to here the kv heads of a chunk are unrolled, so that their latencies overlap.
       smem_table_bytes: larger tables stay in HBM and visit SMEM row by row.
+      num_cores: TensorCores that share the rows where they divide evenly (2 on v4 and v5p).
     """
 
     chunk_bytes: int = 2 * 2**20
@@ -43,6 +44,7 @@ class Tuning:
     max_queries: int = 256
     wide_queries: int = 32
     smem_table_bytes: int = 256 * 2**10
+    num_cores: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Plan:
     """Everything the kernel knows at trace time.
 
     Attributes:
-      num_rows, num_tiles, tile_len: rows of the batch, tiles per row, query positions per tile.
+      num_cores, rows_per_core: how the rows of the batch are shared out.
+      num_tiles, tile_len: tiles per row, query positions per tile.
       num_kv_heads, group, head_dim: kv heads, query heads per kv head, width of K and of V.
       block_size, num_blocks, max_blocks: tokens per block, blocks of the pool, columns of the table.
       chunk_blocks: blocks fetched together.
@@ -60,7 +63,8 @@ class Plan:
       table_in_smem: the whole table is prefetched; else it visits SMEM row by row.
     """
 
-    num_rows: int
+    num_cores: int
+    rows_per_core: int
     num_tiles: int
     tile_len: int
     num_kv_heads: int
@@ -136,9 +140,11 @@ def make_plan(
     group = num_q_heads // layout.num_kv_heads
     tile_len = _tile_len(query_len, group, tuning)
     is_wide = tile_len * group > tuning.wide_queries
+    num_cores = 1 if rows % tuning.num_cores else tuning.num_cores
     both_bfloat16 = layout.format.dtype == jnp.bfloat16 and q_dtype == jnp.bfloat16
     return Plan(
-        num_rows=rows,
+        num_cores=num_cores,
+        rows_per_core=rows // num_cores,
         num_tiles=-(-query_len // tile_len),
         tile_len=tile_len,
         num_kv_heads=layout.num_kv_heads,
