@@ -31,6 +31,8 @@ def full_forward(
         raise ValueError(f"oracle: missing {missing}, unexpected {unexpected}")
     model.tie_weights()
     with torch.no_grad():
-        out = model(torch.from_numpy(tokens.astype(np.int64)), output_hidden_states=True, use_cache=False)
+        out = model(
+            torch.from_numpy(tokens.astype(np.int64)), output_hidden_states=True, use_cache=False
+        )
     hidden = np.stack([state.numpy() for state in out.hidden_states])
     return out.logits.numpy(), hidden

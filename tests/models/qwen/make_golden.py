@@ -14,8 +14,9 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
 
 from hf_oracle import full_forward  # noqa: E402
-from models.qwen.config import QwenConfig  # noqa: E402
 from qwen_cases import CASES, GOLDEN, case_tokens, seed_weights  # noqa: E402
+
+from models.qwen.config import QwenConfig  # noqa: E402
 
 
 def main() -> None:

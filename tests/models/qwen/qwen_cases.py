@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
+
 from models.qwen.config import QwenConfig
 from models.qwen.hf_weights import hf_name
 from models.qwen.weights import file_shapes
@@ -65,9 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "qwen3_head_dim_tied": _case(
-        "qwen3", hidden_size=32, head_dim=16, tie_word_embeddings=True
-    ),
+    "qwen3_head_dim_tied": _case("qwen3", hidden_size=32, head_dim=16, tie_word_embeddings=True),
     "qwen3_sliding_group1": _case(
         "qwen3",
         num_hidden_layers=4,
@@ -136,5 +135,7 @@ def write_folder(folder: Path, hf: dict[str, Any], tensors: dict[str, np.ndarray
     """Writes config.json and model.safetensors, returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf))
-    safetensors.numpy.save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    safetensors.numpy.save_file(
+        tensors, str(folder / "model.safetensors"), metadata={"format": "pt"}
+    )
     return folder
