@@ -97,7 +97,9 @@ def drop(pool: BlockPool, ids: Array) -> BlockPool:
     orphan_ids = jnp.where(orphan, ids, pool.num_blocks)
     counts = counts.at[orphan_ids].min(ticket, mode="drop")
     winner = orphan & (counts[jnp.minimum(ids, pool.num_blocks - 1)] == ticket)
-    counts = counts.at[orphan_ids].set(0, mode="drop")
+    # Zeroing through the winners makes this write wait for the read above.  Without that order XLA would
+    # copy the whole array to keep what the read needs.
+    counts = counts.at[jnp.where(winner, ids, pool.num_blocks)].set(0, mode="drop")
 
     place = pool.num_free + jnp.cumsum(winner) - 1
     place = jnp.where(winner, place, pool.num_blocks)
