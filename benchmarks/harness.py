@@ -1,0 +1,161 @@
+"""What all benchmarks share: measuring, the table for people and the lines for machines.
+
+Invariants:
+  * A benchmark verifies what it times, and times only what it has verified.
+  * Lowering, compiling, the first call and the steady state are told apart.
+  * Times are medians with their spread (the middle half); ratios come from runs that alternate, so that a
+    change of the machine's speed meets both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One figure.
+
+    Attributes:
+      metric: its id, dotted.
+      value, unit: the figure.
+      shapes: the sizes it was measured at.
+      versus, versus_value, ratio: what it is compared with, if anything, and value / versus_value.
+      spread: the middle half of the measurements, in the unit of `value`; None where nothing varies.
+      limit: the most it may be; None where nothing limits it.
+    """
+
+    metric: str
+    value: float
+    unit: str
+    shapes: dict[str, Any]
+    versus: str | None = None
+    versus_value: float | None = None
+    ratio: float | None = None
+    spread: tuple[float, float] | None = None
+    limit: float | None = None
+
+    def line(self) -> str:
+        """Returns the result as one JSON object, with versions and device."""
+        fields = dataclasses.asdict(self)
+        return json.dumps(fields | {"versions": versions(), "device": device()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program with what it took to make it; times in seconds."""
+
+    call: Callable[..., Any]
+    lower_s: float
+    compile_s: float
+    memory: Any
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that a figure depends on."""
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jaxkv")}
+    return {"python": platform.python_version(), **packages}
+
+
+def device() -> str:
+    """Returns the device in words."""
+    first = jax.devices()[0]
+    return f"{first.platform}: {first.device_kind}"
+
+
+def compile_program(
+    function: Callable[..., Any], *args: Any, donate: Sequence[int] = ()
+) -> Compiled:
+    """Lowers and compiles a function for arguments, abstract or concrete."""
+    begin = time.perf_counter()
+    lowered = jax.jit(function, donate_argnums=tuple(donate)).lower(*args)
+    middle = time.perf_counter()
+    compiled = lowered.compile()
+    end = time.perf_counter()
+    return Compiled(compiled, middle - begin, end - middle, compiled.memory_analysis())
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    """Returns how long one call takes until its result is there."""
+    begin = time.perf_counter()
+    jax.block_until_ready(function())
+    return time.perf_counter() - begin
+
+
+def alternate(rounds: int, *functions: Callable[[], Any]) -> list[list[float]]:
+    """Times functions in turn, so that each round meets the machine in one mood; seconds per call."""
+    times: list[list[float]] = [[] for _ in functions]
+    for round_ in range(rounds):
+        order = range(len(functions)) if round_ % 2 == 0 else reversed(range(len(functions)))
+        for index in order:
+            times[index].append(seconds(functions[index]))
+    return times
+
+
+def middle_half(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the first and third quartile."""
+    first, _, third = statistics.quantiles(values, n=4)
+    return first, third
+
+
+def tree_bytes(tree: Any) -> int:
+    """Returns the bytes of all leaves, abstract or concrete; a random key counts with its words."""
+
+    def leaf_bytes(leaf: Any) -> int:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.eval_shape(jax.random.key_data, leaf)
+        return leaf.size * leaf.dtype.itemsize
+
+    return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def main(description: str, run: Callable[[bool], list[Result]]) -> None:
+    """Runs a benchmark from the command line and prints its results; exit status 1 past a limit.
+
+    Args:
+      description: one line for --help and above the table.
+      run: called with whether to be quick.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, smaller sizes")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, no table")
+    options = parser.parse_args()
+    results = run(options.quick)
+    if options.json:
+        for result in results:
+            print(result.line())
+    else:
+        _print_table(description, results)
+    if any(result.limit is not None and result.value > result.limit for result in results):
+        sys.exit(1)
+
+
+def _print_table(description: str, results: list[Result]) -> None:
+    table = Table(title=description, title_justify="left", caption=f"{device()}  {versions()}")
+    table.caption_justify = "left"
+    for column in ("metric", "value", "middle half", "limit", "versus", "ratio", "shapes"):
+        table.add_column(column, overflow="fold")
+    for r in results:
+        table.add_row(
+            r.metric,
+            f"{r.value:.4g} {r.unit}",
+            "" if r.spread is None else f"{r.spread[0]:.4g} to {r.spread[1]:.4g}",
+            "" if r.limit is None else f"{r.limit:.4g}",
+            "" if r.versus is None else f"{r.versus} {r.versus_value:.4g}",
+            "" if r.ratio is None else f"{r.ratio:.3f}",
+            ", ".join(f"{key} {value}" for key, value in r.shapes.items()),
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
