@@ -1,0 +1,361 @@
+"""The command line: `jaxkv generate`, `jaxkv plan`, `jaxkv profile`.
+
+The composition root: the only file of the package that imports `models`.
+
+Invariants: heavy modules are imported inside the commands, after `start_jax` has made them quiet, so that
+`--help` is quick; bad input ends with one line on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+from rich.console import Console
+
+from jaxkv import cli_terminal
+
+if TYPE_CHECKING:
+    from jaxkv.cli_generate import Loaded, Request
+    from jaxkv.generate import Completion
+
+BAD_INPUT = 2
+UNFINISHED = 1
+PROFILE_PROMPT = (
+    "Once upon a time there was a little girl who had a small dog. Every day they went to the park, and "
+    "one day the dog found a big red ball under a tree."
+)
+
+
+class _Program(typer.core.TyperGroup):
+    """The group of commands; turns errors of the user's making into one line."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        try:
+            result = super().main(
+                args, prog_name, complete_var, False, windows_expand_args, **extra
+            )
+        except Exception as error:
+            if cli_terminal.debugging() or not _is_expected(error):
+                raise
+            given = _given_value(error, sys.argv[1:] if args is None else args)
+            print(f"jaxkv: {cli_terminal.one_line(error)}{given}", file=sys.stderr)
+            result = BAD_INPUT
+        code = result if isinstance(result, int) else 0
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def _given_value(error: Exception, args: Sequence[str]) -> str:
+    """Returns ", got ..." for an option that could not be parsed: its own message leaves the value out."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        name, _, value = arg.partition("=")
+        if name in names:
+            return f", got {value or following!r}"
+    return ""
+
+
+def _is_expected(error: Exception) -> bool:
+    """Whether an error says what is wrong with the input (usage, values, files, capacity)."""
+    status = sys.modules.get("jaxkv.status")  # what can raise its errors has imported it
+    capacity = (status.CapacityError,) if status else ()
+    known = (ValueError, NotImplementedError, ImportError, OSError, FloatingPointError, *capacity)
+    return isinstance(error, known) or hasattr(error, "format_message")
+
+
+app = typer.Typer(cls=_Program, add_completion=False, rich_markup_mode="rich")
+
+# Options that several commands share ----------------------------------------------------------------
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", metavar="MODEL", show_default="the small model that ships",
+        help="A local folder, a .gguf file, or a hub id.",
+    ),
+]  # fmt: skip
+PromptArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="PROMPT", show_default=False, help="One prompt per argument."),
+]
+KVFormatOption = Annotated[
+    str, typer.Option(help="Elements of the cache: float32, bfloat16 or float16.")
+]
+WeightsFormatOption = Annotated[
+    str, typer.Option(help="Elements of the weights: as for the cache.")
+]
+BlockSizeOption = Annotated[int, typer.Option(help="Tokens a block holds.")]
+NumBlocksOption = Annotated[
+    int | None, typer.Option(show_default="enough for the request", help="Blocks of the pool.")
+]
+SeedOption = Annotated[int, typer.Option(help="Seed of the random numbers.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON object.")]
+
+
+@app.callback(invoke_without_command=True)
+def _program(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """A paged KV cache for JAX: generate text with it, plan its memory, look at its memory."""
+    if version:
+        print(f"jaxkv {importlib.metadata.version('jaxkv')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    prompts: PromptArgument = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--file", "-f", show_default=False, help="A file that is one prompt; '-' is stdin."
+        ),
+    ] = None,
+    lines: Annotated[
+        bool, typer.Option("--lines", help="Every line of a file or of stdin is a prompt.")
+    ] = False,
+    model: ModelOption = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens", "-n", show_default="128", help="Tokens to generate per sequence."
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the most likely tokens of this probability.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Keep tokens at least this likely against the most likely one.")
+    ] = 0.0,
+    seed: SeedOption = 0,
+    num_samples: Annotated[
+        int, typer.Option(help="Sequences per prompt; they share its blocks.")
+    ] = 1,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat", show_default="if the model has one", help="Use the chat template."
+        ),
+    ] = None,
+    echo: Annotated[bool, typer.Option("--echo", help="Write the prompt before its text.")] = False,
+    kv_format: KVFormatOption = "float32",
+    weights_format: WeightsFormatOption = "float32",
+    block_size: BlockSizeOption = 16,
+    num_blocks: NumBlocksOption = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(show_default="64", help="Prompt tokens per prefill call.")
+    ] = None,
+    steps_per_dispatch: Annotated[
+        int,
+        typer.Option(help="Decode steps between two looks of the host; 1 streams token by token."),
+    ] = 16,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Write what the run cost to stderr.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue prompts. They come as arguments, from files, or from standard input.
+
+    One prompt streams to the terminal; several run together and are written when all are done.
+    """
+    platform = cli_terminal.start_jax()
+    from jaxkv import cli_generate
+    from jaxkv.sampling import SamplingParams
+
+    texts = cli_generate.read_prompts(prompts or [], file or [], lines)
+    options = cli_generate.RunOptions(
+        max_new_tokens=max_new_tokens,
+        sampling=SamplingParams(temperature, top_k, top_p, min_p, seed),
+        num_samples=num_samples,
+        chat=chat,
+        kv_format=kv_format,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        prefill_chunk=prefill_chunk,
+        steps_per_dispatch=steps_per_dispatch,
+    )
+    request = cli_generate.prepare(_load(model, weights_format), texts, options)
+    completions = _run(request, platform, as_json=as_json, echo=echo)
+    if stats:
+        config = request.generator.config
+        cli_terminal.stderr().print(
+            cli_generate.stats_table(request.generator.stats, config, platform)
+        )
+    if cli_generate.note_unfinished(request, completions):
+        raise typer.Exit(UNFINISHED)
+
+
+def _run(request: Request, platform: str, *, as_json: bool, echo: bool) -> list[Completion]:
+    """Runs a request and writes its result to standard output."""
+    from jaxkv import cli_generate
+
+    if as_json:
+        completions = cli_generate.collect(request)
+        cli_generate.write_json(request, completions, platform)
+        return completions
+    if request.generator.config.max_seqs == 1:
+        return cli_generate.stream_text(request, echo=echo)
+    completions = cli_generate.collect(request)
+    cli_generate.write_labelled(request, completions)
+    return completions
+
+
+@app.command()
+def profile(
+    prompts: PromptArgument = None,
+    model: ModelOption = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Tokens per sequence.")
+    ] = 64,
+    num_samples: Annotated[
+        int, typer.Option(help="Sequences per prompt; they share its blocks.")
+    ] = 4,
+    seed: SeedOption = 0,
+    kv_format: KVFormatOption = "float32",
+    weights_format: WeightsFormatOption = "float32",
+    block_size: BlockSizeOption = 16,
+    num_blocks: NumBlocksOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a short generation and show the memory of the live cache, from its real arrays."""
+    platform = cli_terminal.start_jax()
+    from jaxkv import cli_generate
+    from jaxkv.sampling import SamplingParams
+
+    options = cli_generate.RunOptions(
+        max_new_tokens=max_new_tokens,
+        sampling=SamplingParams(temperature=0.8, seed=seed),
+        num_samples=num_samples,
+        kv_format=kv_format,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        steps_per_dispatch=8,
+    )
+    loaded = _load(model, weights_format)
+    profiles = cli_generate.profile_run(loaded, prompts or [PROFILE_PROMPT], options)
+    fullest = max(profiles, key=lambda profile: profile.used_blocks)
+    if as_json:
+        print(json.dumps({"fullest": fullest.to_dict(), "after": profiles[-1].to_dict()}))
+        return
+    title = f"At the fullest ({platform}, {kv_format})"
+    Console().print(cli_generate.profile_table(fullest, title))
+    Console().print(cli_generate.profile_table(profiles[-1], "After the run"))
+
+
+@app.command()
+def plan(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CONFIG", show_default=False, help="A config.json, its folder, or a hub id."
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(show_default=False, help="Free memory of one device, e.g. 24GiB.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(show_default="4096", help="Tokens of a sequence.")
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="Sequences in the table over context length.")] = 1,
+    kv_format: KVFormatOption = "bfloat16",
+    weights_format: WeightsFormatOption = "bfloat16",
+    block_size: BlockSizeOption = 16,
+    tensor_parallel: Annotated[int, typer.Option(help="Devices that share the kv heads.")] = 1,
+    reserve: Annotated[float, typer.Option(help="Share of the memory to keep back.")] = 0.1,
+    target: Annotated[
+        str, typer.Option(help="'tpu' counts tiling padding, 'dense' none.")
+    ] = "dense",
+    weights: Annotated[
+        str | None, typer.Option(show_default="counted", help="Bytes of the weights, e.g. 15GiB.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Without a config: layers.")] = None,
+    q_heads: Annotated[int | None, typer.Option(help="Without a config: query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Without a config: kv heads.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Without a config: width of a head.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="To count weights: hidden size.")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="To count weights: MLP width.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="To count weights: vocabulary.")] = None,
+    kv_lora_rank: Annotated[int | None, typer.Option(help="MLA: width of the latent.")] = None,
+    rope_head_dim: Annotated[int | None, typer.Option(help="MLA: width of the rotary key.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(show_default=False, help="Write the picture to this file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count what a cache costs and what fits a memory size, before anything is allocated."""
+    from jaxkv import cli_plan
+
+    numbers = {
+        "num_layers": layers, "num_q_heads": q_heads, "num_kv_heads": kv_heads, "head_dim": head_dim,
+        "hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": vocab,
+        "kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": rope_head_dim,
+    }  # fmt: skip
+    given = {name: value for name, value in numbers.items() if value is not None}
+    options = cli_plan.PlanOptions(
+        free_bytes=None if memory is None else cli_terminal.parse_bytes("memory", memory),
+        context_len=context,
+        num_sequences=sequences,
+        kv_format=kv_format,
+        block_size=block_size,
+        tensor_parallel=tensor_parallel,
+        weights_format=weights_format,
+        model_weights_bytes=None
+        if weights is None
+        else cli_terminal.parse_bytes("weights", weights),
+        reserve_fraction=reserve,
+        target=target,
+    )
+    result = cli_plan.make_plan(cli_plan.read_shape(source, given), options)
+    if plot is not None:
+        cli_plan.save_plot(result, plot)
+    if as_json:
+        print(json.dumps(result.to_dict()))
+    else:
+        Console().print(*cli_plan.plan_tables(result), sep="\n")
+
+
+def _load(model: str | None, weights_format: str) -> Loaded:
+    """Loads a model; the one that ships where none is named.
+
+    Raises:
+      FileNotFoundError, ValueError, NotImplementedError, ImportError: see `models.qwen.load`.
+    """
+    from pallas_kernels.layout import kv_format
+
+    dtype = kv_format(weights_format).dtype
+    here = model is None or Path(model).exists()
+    with cli_terminal.spinner("loading the model", show=here):  # a download shows its own progress
+        import models.qwen
+
+        source = Path(models.__file__ or "").parent / "tiny" if model is None else model
+        return models.qwen.load(source, dtype=dtype)
+
+
+def main() -> None:
+    """Entry point of the console script `jaxkv`."""
+    if not cli_terminal.debugging():
+        warnings.simplefilter("ignore")
+    app(prog_name="jaxkv")

@@ -1,0 +1,396 @@
+"""What `jaxkv generate` and `jaxkv profile` do between the options and the terminal.
+
+Invariants: the model comes from outside (`Loaded`), nothing here imports one; everything about a request is
+checked before a block is allocated; standard output holds only text, or one JSON object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from rich.table import Table
+
+from jaxkv import ledger
+from jaxkv.cache import PagedKVCache
+from jaxkv.cli_terminal import format_bytes, format_percent, spinner, stderr, two_columns
+from jaxkv.config import CacheConfig
+from jaxkv.generate import Completion, Generator, NewTokens, RunStats
+from jaxkv.model import DecoderModel
+from jaxkv.profile import MemoryProfile, memory_profile
+from jaxkv.sampling import SamplingParams
+
+DEFAULT_NEW_TOKENS = 128
+DEFAULT_PREFILL_CHUNK = 64
+
+
+class TextTokenizer(Protocol):
+    """What is asked of a tokenizer; `models.qwen.Tokenizer` is one."""
+
+    chat_template: str | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def stream(self) -> Any: ...
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> str: ...
+
+
+class Loaded(Protocol):
+    """A model as its loader hands it over; `models.qwen.LoadedModel` is one."""
+
+    @property
+    def model(self) -> DecoderModel: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def tokenizer(self) -> TextTokenizer | None: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """How a request is to run; None leaves the choice to the request's own size.
+
+    Attributes:
+      max_new_tokens: per sequence; None means 128, or what the model's context leaves.
+      sampling: for all prompts.
+      num_samples: sequences per prompt.
+      chat: put prompts into the tokenizer's chat template; None means if it has one.
+      kv_format, block_size, num_blocks: the pool; num_blocks None means enough for the request.
+      prefill_chunk: prompt tokens per prefill call; None means 64, or the longest prompt if that is shorter.
+      steps_per_dispatch: decode steps between two looks of the host.
+    """
+
+    max_new_tokens: int | None = None
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    num_samples: int = 1
+    chat: bool | None = None
+    kv_format: str = "float32"
+    block_size: int = 16
+    num_blocks: int | None = None
+    prefill_chunk: int | None = None
+    steps_per_dispatch: int = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A checked request: the prompts as text and ids, and the compiled generation that will serve it."""
+
+    texts: list[str]
+    prompts: list[list[int]]
+    tokenizer: TextTokenizer
+    generator: Generator
+    max_new_tokens: int
+    options: RunOptions
+
+    def stream(self) -> Iterator[NewTokens | Completion]:
+        """Starts the run."""
+        return self.generator.stream(
+            self.prompts,
+            max_new_tokens=self.max_new_tokens,
+            sampling=self.options.sampling,
+            num_samples=self.options.num_samples,
+        )
+
+    def text_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the tokens that are text: without the end token."""
+        return [token for token in tokens if token not in self.generator.eos_token_ids]
+
+
+# Prompts ------------------------------------------------------------------------------------------
+
+
+def read_prompts(arguments: Sequence[str], files: Sequence[Path], lines: bool) -> list[str]:
+    """Returns the prompts: the arguments, then the files, else standard input.
+
+    Args:
+      arguments: one prompt each.
+      files: one prompt each, without the line break at the end; "-" is standard input.
+      lines: every line of a file or of standard input that is not blank is a prompt.
+
+    Raises:
+      ValueError: no prompt at all, an empty one, or a file that is not UTF-8.
+      OSError: a file cannot be read.
+    """
+    texts = list(arguments)
+    sources = list(files)
+    if not texts and not sources:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError(
+                "prompt: expected an argument, --file or text on standard input, got none"
+            )
+        sources = [Path("-")]
+    for source in sources:
+        text = _read_text(source)
+        parts = text.splitlines() if lines else [text.removesuffix("\n").removesuffix("\r")]
+        texts += [part for part in parts if part.strip() or not lines]
+    if not texts:
+        raise ValueError("prompt: expected at least one line that is not blank, got none")
+    for i, text in enumerate(texts, start=1):
+        if not text:
+            raise ValueError(f"prompt {i}: expected text, got an empty prompt")
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValueError(f"prompt {i}: expected UTF-8 text, got {text[:40]!r}")
+    return texts
+
+
+def _read_text(source: Path) -> str:
+    try:
+        return sys.stdin.read() if str(source) == "-" else source.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: expected UTF-8 text, got {error}") from error
+
+
+def _encode(tokenizer: TextTokenizer, texts: Sequence[str], chat: bool | None) -> list[list[int]]:
+    if chat is None:
+        chat = tokenizer.chat_template is not None
+    if not chat:
+        return [tokenizer.encode(text) for text in texts]
+    rendered = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts
+    ]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in rendered]
+
+
+# The run ------------------------------------------------------------------------------------------
+
+
+def prepare(
+    loaded: Loaded,
+    texts: list[str],
+    options: RunOptions,
+    observe: Callable[[PagedKVCache], None] | None = None,
+) -> Request:
+    """Encodes the prompts and sizes the cache for them.
+
+    Raises:
+      ValueError: a prompt or an option that does not fit the model; no tokenizer; a pool larger than memory.
+    """
+    if loaded.tokenizer is None:
+        raise ValueError("model: expected a tokenizer.json beside the weights, got none")
+    prompts = _encode(loaded.tokenizer, texts, options.chat)
+    for i, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise ValueError(
+                f"prompt {i}: expected at least one token, got none for {texts[i - 1]!r}"
+            )
+    longest = max(map(len, prompts))
+    max_new = _new_tokens(loaded.config, longest, options.max_new_tokens)
+    config = cache_config(loaded.config, [len(prompt) for prompt in prompts], max_new, options)
+    chunk = options.prefill_chunk
+    generator = Generator(
+        loaded.model,
+        config,
+        eos_token_ids=loaded.eos_token_ids,
+        prefill_chunk=min(DEFAULT_PREFILL_CHUNK, longest) if chunk is None else chunk,
+        steps_per_dispatch=options.steps_per_dispatch,
+        observe=observe,
+    )
+    return Request(texts, prompts, loaded.tokenizer, generator, max_new, options)
+
+
+def _new_tokens(model_config: Any, longest: int, asked: int | None) -> int:
+    """Returns max_new_tokens, checked against the positions the model knows."""
+    limit = getattr(model_config, "max_position_embeddings", None)
+    room = DEFAULT_NEW_TOKENS if limit is None else limit - longest
+    count = min(DEFAULT_NEW_TOKENS, max(1, room)) if asked is None else asked
+    if count < 1:
+        raise ValueError(f"max_new_tokens: expected at least 1, got {count}")
+    if limit is not None and longest + count > limit:
+        raise ValueError(
+            f"max_new_tokens: expected prompt and new tokens within the model's {limit} positions, "
+            f"got {longest} + {count}"
+        )
+    return count
+
+
+def cache_config(
+    model_config: Any, prompt_lens: Sequence[int], max_new_tokens: int, options: RunOptions
+) -> CacheConfig:
+    """Returns a cache in which every sequence of the request fits, with just enough blocks by default.
+
+    The last token of a sequence is never fed back, so it takes no slot; samples of one prompt share its
+    full blocks and own everything after.
+
+    Raises:
+      ValueError: a size out of range, or a pool larger than the machine's memory.
+    """
+    size = ledger.check_count("block_size", options.block_size, 1)
+    samples = ledger.check_count("num_samples", options.num_samples, 1)
+    needed = 0
+    for length in prompt_lens:
+        shared = length // size if samples > 1 else 0
+        own = ledger.num_blocks_needed(length + max_new_tokens - 1, size) - shared
+        needed += shared + samples * own
+    config = CacheConfig(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=size,
+        num_blocks=needed if options.num_blocks is None else options.num_blocks,
+        max_seqs=len(prompt_lens) * samples,
+        max_blocks_per_seq=ledger.num_blocks_needed(max(prompt_lens) + max_new_tokens, size),
+        format=options.kv_format,
+    )
+    _check_memory(config)
+    return config
+
+
+def _check_memory(config: CacheConfig) -> None:
+    """Refuses a pool beyond the machine's memory; a CPU would start to fill it and be killed."""
+    if jax.default_backend() != "cpu" or not hasattr(os, "sysconf"):
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if config.layout.nbytes > memory:
+        raise ValueError(
+            f"num_blocks: expected a pool within the {format_bytes(memory)} of this machine, "
+            f"got {config.num_blocks} blocks of {format_bytes(config.layout.nbytes // config.num_blocks)}"
+        )
+
+
+def profile_run(loaded: Loaded, texts: list[str], options: RunOptions) -> list[MemoryProfile]:
+    """Runs a request and returns the profile of its cache at every look of the host, in order."""
+    profiles: list[MemoryProfile] = []
+
+    def look(cache: PagedKVCache) -> None:
+        peak = request.generator.stats.peak_blocks
+        profiles.append(memory_profile(cache, model=loaded.model, peak_blocks=peak))
+
+    request = prepare(loaded, texts, options, observe=look)
+    collect(request)
+    return profiles
+
+
+# Output -------------------------------------------------------------------------------------------
+
+
+def stream_text(request: Request, *, echo: bool = False) -> list[Completion]:
+    """Writes the text of a single sequence to standard output as it is generated, after its prompt if `echo`.
+
+    The spinner stays until the decode program has run once, so it covers all compilation.
+    """
+    stream = request.tokenizer.stream()
+    events = request.stream()
+    done: list[Completion] = []
+    with spinner("compiling"):
+        first = list(itertools.islice(events, 2))
+    sys.stdout.write(request.texts[0] if echo else "")
+    for event in itertools.chain(first, events):
+        if isinstance(event, Completion):
+            done.append(event)
+            continue
+        sys.stdout.write(stream.push(request.text_tokens(event.tokens)))
+        sys.stdout.flush()
+    sys.stdout.write(stream.flush() + "\n")
+    sys.stdout.flush()
+    return done
+
+
+def collect(request: Request, *, show: bool = True) -> list[Completion]:
+    """Runs the request to its end under a spinner."""
+    with spinner("generating", show=show):
+        return [event for event in request.stream() if isinstance(event, Completion)]
+
+
+def write_labelled(request: Request, completions: Sequence[Completion]) -> None:
+    """Writes several completed texts to standard output, each under its prompt."""
+    blocks = []
+    for completion in completions:
+        number = str(completion.prompt_index + 1)
+        if request.options.num_samples > 1:
+            number += f".{completion.sample_index + 1}"
+        prompt = " ".join(request.texts[completion.prompt_index].split())
+        prompt = prompt if len(prompt) <= 72 else prompt[:71] + "…"
+        text = request.tokenizer.decode(request.text_tokens(completion.tokens))
+        blocks.append(f"[{number}] {prompt}\n{text}\n")
+    sys.stdout.write("\n".join(blocks))
+    sys.stdout.flush()
+
+
+def write_json(request: Request, completions: Sequence[Completion], platform: str) -> None:
+    """Writes one JSON object: the completions with their texts and tokens, and the statistics."""
+    entries = [
+        {
+            **dataclasses.asdict(completion),
+            "prompt": request.texts[completion.prompt_index],
+            "text": request.tokenizer.decode(request.text_tokens(completion.tokens)),
+        }
+        for completion in completions
+    ]
+    stats = request.generator.stats
+    figures = {
+        **dataclasses.asdict(stats),
+        "tokens_per_s": stats.tokens_per_s,
+        "block_size": request.generator.config.block_size,
+        "kv_format": request.generator.config.format,
+        "platform": platform,
+    }
+    sys.stdout.write(
+        json.dumps({"completions": entries, "stats": figures}, ensure_ascii=False) + "\n"
+    )
+
+
+def stats_table(stats: RunStats, config: CacheConfig, platform: str) -> Table:
+    """Returns what a run cost."""
+    prefill = stats.prompt_tokens / stats.prefill_s if stats.prefill_s > 0 else 0.0
+    peak = format_percent(stats.peak_blocks / stats.num_blocks)
+    return two_columns(
+        f"jaxkv on {platform}, {config.format}, blocks of {config.block_size} tokens",
+        [
+            ("new tokens", f"{stats.new_tokens:,} at {stats.tokens_per_s:,.1f} tokens/s"),
+            ("prompt tokens", f"{stats.prompt_tokens:,} at {prefill:,.1f} tokens/s"),
+            ("compile time", f"{stats.compile_s:.2f} s"),
+            ("dispatches", f"{stats.dispatches:,}"),
+            ("blocks, peak", f"{stats.peak_blocks:,} of {stats.num_blocks:,} ({peak})"),
+            ("blocks used after the run", f"{stats.used_blocks:,}"),
+            ("fragmentation, peak", format_percent(stats.peak_fragmentation)),
+        ],
+    )
+
+
+def note_unfinished(request: Request, completions: Sequence[Completion]) -> bool:
+    """Says on standard error which sequences the pool cut short; returns whether any was."""
+    cut = [c for c in completions if c.finish_reason == "out_of_blocks"]
+    if cut:
+        config = request.generator.config
+        stderr().print(
+            f"jaxkv: {len(cut)} of {len(completions)} sequences stopped early, after "
+            f"{', '.join(str(len(c.tokens)) for c in cut)} tokens: the pool of {config.num_blocks} blocks "
+            f"of {config.block_size} tokens is full; raise --num-blocks",
+            markup=False,
+            soft_wrap=True,
+        )
+    return bool(cut)
+
+
+def profile_table(profile: MemoryProfile, title: str) -> Table:
+    """Returns a memory profile for people."""
+    used = format_percent(profile.utilisation)
+    rows = [
+        ("weights", "-" if profile.weights_bytes is None else format_bytes(profile.weights_bytes)),
+        ("KV total", format_bytes(profile.kv_total_bytes)),
+        ("KV used", f"{format_bytes(profile.kv_used_bytes)} ({used})"),
+        (
+            "KV peak used",
+            f"{format_bytes(profile.kv_peak_bytes)} ({format_percent(profile.peak_utilisation)})",
+        ),
+        ("saved by sharing", format_bytes(profile.shared_saved_bytes)),
+        ("bookkeeping", format_bytes(profile.bookkeeping_bytes)),
+        ("sequences", f"{profile.num_seqs:,} with {profile.num_tokens:,} tokens"),
+        (
+            "blocks",
+            f"{profile.used_blocks:,} of {profile.num_blocks:,}, {profile.block_size} tokens each",
+        ),
+        ("fragmentation", format_percent(profile.fragmentation)),
+    ]
+    if profile.kv_padded_bytes is not None:
+        rows.insert(2, ("KV total with padding", format_bytes(profile.kv_padded_bytes)))
+    return two_columns(title, rows)
