@@ -47,7 +47,9 @@ class CacheConfig:
             if field.type != "int":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _MAX_INT32:
-                raise ValueError(f"{field.name}: expected an integer in [1, 2**31 - 1), got {value!r}")
+                raise ValueError(
+                    f"{field.name}: expected an integer in [1, 2**31 - 1), got {value!r}"
+                )
         if self.max_blocks_per_seq * self.block_size > _MAX_INT32:
             raise ValueError(
                 "max_blocks_per_seq * block_size: expected to fit int32, got "

@@ -159,7 +159,9 @@ class Generator:
           CapacityError: more sequences than slots, or prompts that need more blocks than the pool has.
           FloatingPointError: the model's logits held NaN.
         """
-        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        params = (
+            [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        )
         self._check(prompts, max_new_tokens, params, num_samples)
         return self._run(prompts, max_new_tokens, params, num_samples)
 
@@ -238,7 +240,13 @@ class Generator:
         seen = [0] * len(owners)
         while True:
             tokens, counts, done, not_finite, bits = jax.device_get(
-                (state.tokens, state.num_tokens, state.done, state.not_finite, state.cache.status.bits)
+                (
+                    state.tokens,
+                    state.num_tokens,
+                    state.done,
+                    state.not_finite,
+                    state.cache.status.bits,
+                )
             )
             self._look(state, int(counts.sum()))
             if not_finite.any():
@@ -283,7 +291,11 @@ class Generator:
         self, clock: str, step: Callable[..., DecodeState], state: DecodeState, *args: jax.Array
     ) -> DecodeState:
         """Runs one compiled step and books its time; compiles it the first time it sees these shapes."""
-        key = (step, jax.tree.structure(state), *(x.shape for x in (*jax.tree.leaves(state), *args)))
+        key = (
+            step,
+            jax.tree.structure(state),
+            *(x.shape for x in (*jax.tree.leaves(state), *args)),
+        )
         if key not in self._programs:
             begin = time.perf_counter()
             jitted = jax.jit(functools.partial(step, self.config), donate_argnums=1)

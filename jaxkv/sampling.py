@@ -51,7 +51,9 @@ class SamplingParams:
                 raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
         real, integer = numbers.Real, numbers.Integral
-        check("temperature", real, lambda x: 0 <= x <= _MAX_FLOAT32, "a finite number >= 0 (float32)")
+        check(
+            "temperature", real, lambda x: 0 <= x <= _MAX_FLOAT32, "a finite number >= 0 (float32)"
+        )
         check("top_k", integer, lambda x: 0 <= x < 2**31, "an integer >= 0 (int32)")
         check("top_p", real, lambda x: 0 < x <= 1, "a number in (0, 1]")
         check("min_p", real, lambda x: 0 <= x <= 1, "a number in [0, 1]")

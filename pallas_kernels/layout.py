@@ -103,7 +103,9 @@ class KVLayout:
     def dtype(self) -> np.dtype:
         """Number type of the pool array as JAX sees it."""
         itemsize = self.format.itemsize
-        return np.dtype(f"uint{8 * itemsize}") if self.as_bits and itemsize < 4 else self.format.dtype
+        return (
+            np.dtype(f"uint{8 * itemsize}") if self.as_bits and itemsize < 4 else self.format.dtype
+        )
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +159,9 @@ class BatchView:
 def encode(layout: KVLayout, x: Array) -> Array:
     """Casts float values to the pool's format and, where it stores bits, to its bits (same shape)."""
     x = x.astype(layout.format.dtype)
-    return x if layout.dtype == layout.format.dtype else jax.lax.bitcast_convert_type(x, layout.dtype)
+    return (
+        x if layout.dtype == layout.format.dtype else jax.lax.bitcast_convert_type(x, layout.dtype)
+    )
 
 
 def decode(layout: KVLayout, x: Array) -> Array:
