@@ -50,7 +50,7 @@ def test_untied_without_head_names_the_tensor(tmp_path: Path) -> None:
     """Field case O1."""
     hf, tensors = small()
     del tensors[HEAD]
-    with pytest.raises(ValueError, match="missing lm_head.weight"):
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight"):
         load(write_folder(tmp_path, hf, tensors))
 
 
@@ -133,15 +133,15 @@ def test_truncated_file_is_named(keep: float, tmp_path: Path) -> None:
     path = write_folder(tmp_path, hf, tensors) / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * keep) if 0 < keep < 1 else int(keep)])
-    with pytest.raises(ValueError, match="model.safetensors: expected a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: expected a whole safetensors file"):
         load(tmp_path)
 
 
 def test_folder_without_weights_or_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="config.json"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(small()[0]))
-    with pytest.raises(FileNotFoundError, match="expected model.safetensors or"):
+    with pytest.raises(FileNotFoundError, match=r"expected model\.safetensors or"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: expected JSON"):
