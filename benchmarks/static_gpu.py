@@ -1,0 +1,224 @@
+"""What the CUDA compilers made of the Triton kernels, beside JAX's stock paged attention; needs no GPU.
+
+Decode with a context of 4,096 and one chunk of prefill, for the shapes of Qwen3-8B and Qwen2.5-0.5B.  Figures:
+launches and temporary bytes of the compiled call; registers, spilled bytes, shared memory, thread blocks that
+share a multiprocessor, tensor-core instructions and global loads narrower than 128 bits of its main kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.gpu import paged_attention as stock_ops
+from rich.console import Console
+from rich.table import Table
+
+sys.path[:0] = [
+    str(Path(__file__).parent.parent),
+    str(Path(__file__).parent.parent / "tests/compile"),
+]
+
+from cuda_target import TARGETS, CudaProgram, compile_for, skip_reason  # noqa: E402
+
+from pallas_kernels.kv_write.triton import write_kv_triton  # noqa: E402
+from pallas_kernels.layout import BatchView, KVLayout, KVStore, kv_format  # noqa: E402
+from pallas_kernels.paged_attention.triton import paged_attention_triton  # noqa: E402
+
+CONTEXT = 4096
+UNITS = {
+    "launches": "launches",
+    "spill_bytes": "B",
+    "registers": "registers",
+    "shared_bytes": "B",
+    "blocks_per_core": "thread blocks",
+    "tensor_core": "instructions",
+    "narrow_loads": "instructions",
+    "sass": "instructions",
+    "temp_bytes": "B",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One attention call; sizes as in KVLayout."""
+
+    model: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rows: int = 64
+    query_len: int = 1
+    block_size: int = 16
+
+    def layout(self, format: str) -> KVLayout:
+        """A pool of 64 sequences of CONTEXT tokens, one layer."""
+        return KVLayout(
+            1, 64 * CONTEXT // self.block_size, self.num_kv_heads, self.block_size, self.head_dim,
+            kv_format(format), False,
+        )  # fmt: skip
+
+
+CALLS = (
+    Call("qwen3_8b", 32, 8, 128),
+    Call("qwen2.5_0.5b", 14, 2, 64),
+    Call("qwen3_8b", 32, 8, 128, rows=1),
+    Call("qwen3_8b", 32, 8, 128, rows=1, query_len=512),
+    Call("qwen3_8b", 32, 8, 128, block_size=64),
+    Call("qwen3_8b", 32, 8, 128, block_size=128),
+)
+
+
+def spec(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    """An array that exists only as shape and dtype."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def compile_ours(arch: str, call: Call, format: str) -> tuple[CudaProgram, CudaProgram]:
+    """Compiles (attention, write) of a call."""
+    layout = call.layout(format)
+    dtype = layout.format.dtype
+    store = KVStore(spec(*layout.shape, dtype=layout.dtype), layout)
+    columns, rows, query_len = CONTEXT // call.block_size, call.rows, call.query_len
+    view = BatchView(spec(rows, columns), spec(rows), spec(rows), spec(rows, query_len))
+    q = spec(rows, query_len, call.num_q_heads, call.head_dim, dtype=dtype)
+    k = spec(rows, query_len, call.num_kv_heads, call.head_dim, dtype=dtype)
+
+    def attend(q: Any, store: Any, layer: Any, view: Any) -> Any:
+        return paged_attention_triton(
+            q, store, layer, view, scale=call.head_dim**-0.5, soft_cap=None, window=None
+        )
+
+    return (
+        compile_for(TARGETS[arch], attend, (q, store, spec(), view)),
+        compile_for(TARGETS[arch], write_kv_triton, (store, spec(), k, k, view), (0,)),
+    )
+
+
+def compile_stock(arch: str, call: Call, format: str) -> CudaProgram:
+    """Compiles upstream's decode kernel on the same shapes, with its own default tiling."""
+    layout = call.layout(format)
+    dtype = layout.format.dtype
+    shape = (call.num_kv_heads, layout.num_blocks, call.block_size, call.head_dim)
+    pages = spec(*shape, dtype=dtype)
+    q = spec(call.rows, call.num_q_heads, call.head_dim, dtype=dtype)
+    args = (q, pages, pages, spec(call.rows, CONTEXT // call.block_size), spec(call.rows))
+    per_step = max(1, 128 // call.block_size)  # 128 keys a step, as its default of 8 pages of 16
+
+    def attend(q: Any, k: Any, v: Any, tables: Any, lengths: Any) -> Any:
+        return stock_ops.paged_attention(q, k, v, tables, lengths, pages_per_compute_block=per_step)
+
+    return compile_for(TARGETS[arch], attend, args)
+
+
+def figures(program: CudaProgram, kernel: str) -> dict[str, float]:
+    """The figures of a compiled call and its main kernel."""
+    stats = program.kernel(kernel)
+    return {
+        "launches": len(program.launches),
+        "spill_bytes": stats.spill_bytes,
+        "registers": stats.registers,
+        "shared_bytes": stats.shared_bytes,
+        "blocks_per_core": program.target.blocks_per_core(stats),
+        "tensor_core": stats.tensor_core_instructions,
+        "narrow_loads": sum(n for bits, n in stats.load_widths().items() if bits < 128),
+        "sass": sum(stats.instructions.values()),
+        "temp_bytes": program.memory.temp_size_in_bytes,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The figures of one kernel on one target, and upstream's where it can do the same."""
+
+    arch: str
+    format: str
+    kernel: str
+    call: Call
+    ours: dict[str, float]
+    stock: dict[str, float]
+
+    def results(self) -> list[harness.Result]:
+        """One result a figure; those the kernels must keep carry their limit."""
+        limits = {"launches": 1 if self.kernel == "write" else 2, "spill_bytes": 0}
+        shapes = {"kernel": self.kernel, "target": TARGETS[self.arch].name}
+        return [
+            harness.Result(
+                f"static_gpu.{self.arch}.{self.format}.{figure}",
+                value,
+                UNITS[figure],
+                shapes | dataclasses.asdict(self.call),
+                versus="stock" if self.stock else None,
+                versus_value=self.stock.get(figure),
+                ratio=value / self.stock[figure] if self.stock.get(figure) else None,
+                limit=limits.get(figure),
+            )
+            for figure, value in self.ours.items()
+        ]
+
+
+def measure(arch: str, format: str, call: Call) -> list[Row]:
+    """Compiles one call, and upstream's kernel where it can do it (decode)."""
+    attention, write = compile_ours(arch, call, format)
+    stock: dict[str, float] = {}
+    if call.query_len == 1:
+        stock = figures(compile_stock(arch, call, format), "paged_attention")
+    ours = figures(attention, "paged_attention")
+    return [
+        Row(arch, format, "attention", call, ours, stock),
+        Row(arch, format, "write", call, figures(write, "write_kv"), {}),
+    ]
+
+
+def print_table(rows: list[Row]) -> None:
+    """Prints one line a kernel, upstream's under ours."""
+    table = Table(title="Triton kernels through the CUDA compilers", title_justify="left")
+    for column in ("target", "kernel", "call", *UNITS):
+        table.add_column(column, justify="right" if column in UNITS else "left")
+    for row in rows:
+        call = row.call
+        shape = f"{call.model} rows {call.rows} queries {call.query_len} block {call.block_size}"
+        target = f"{row.arch} {row.format}"
+        for kernel, values in ((row.kernel, row.ours), ("  stock", row.stock)):
+            if values:
+                table.add_row(target, kernel, shape, *(f"{values[name]:g}" for name in UNITS))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def main() -> None:
+    """Compiles for sm_80, sm_90 and sm_100 (quick: two of each, bfloat16) and prints; exit 1 past a limit."""
+    parser = argparse.ArgumentParser(
+        description="What CUDA's compilers made of the Triton kernels."
+    )
+    parser.add_argument("--quick", action="store_true", help="sm_80 and sm_90, two calls, bfloat16")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, no table")
+    options = parser.parse_args()
+    reason = skip_reason()
+    if reason:
+        sys.exit(f"static_gpu: {reason}")
+    rows = [
+        row
+        for arch in ("sm_80", "sm_90") + (() if options.quick else ("sm_100",))
+        for format in (("bfloat16",) if options.quick else ("bfloat16", "float32"))
+        for call in (CALLS[:2] if options.quick else CALLS)
+        for row in measure(arch, format, call)
+    ]
+    results = [result for row in rows for result in row.results()]
+    if options.json:
+        for result in results:
+            print(result.line())
+    else:
+        print_table(rows)
+    if any(result.limit is not None and result.value > result.limit for result in results):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main()
