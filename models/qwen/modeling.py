@@ -6,12 +6,16 @@ Invariants:
   * The model produces q, k and v and consumes the attention's output; who keeps K and V, and how, is the business
     of `attend`.  `__call__` attends through the paged cache, `models.qwen.dense` without one.
   * Matrices are stored [in, out], the embedding and the head [vocab, hidden].
+  * The stack has two homes for its matrices: one array for all layers, or (`Qwen.spread`) one array a layer.
+    XLA:CPU copies a layer's slice out of a stack before it multiplies; a step of SmolLM2 then moves its weights
+    three times (57.9 ms for the MLPs of 30 layers, 38.1 ms spread, 8 rows, same run).
   * Norms and rotation are float32, matmul results have the dtype of the weights, logits are float32.
   * The module is a pytree: pass it to `jax.jit` as an argument, so that weights are not constants of the program.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -30,6 +34,7 @@ Array = jax.Array
 Carry = TypeVar("Carry")
 Window = Array | int | None
 Attend = Callable[[Carry, Array, Array, Array, Array, Window], tuple[Array, Carry]]
+Product = Callable[[str, Array], Array]
 
 NO_WINDOW = 2**30  # a window that no int32 position reaches past
 
@@ -84,11 +89,7 @@ class DecoderLayer(nnx.Module):
     q_norm: nnx.Param
     k_norm: nnx.Param
     mlp_norm: nnx.Param
-    o_proj: nnx.Param
     o_bias: nnx.Param
-    gate_proj: nnx.Param
-    up_proj: nnx.Param
-    down_proj: nnx.Param
 
     def __init__(self, config: QwenConfig, weights: Mapping[str, Array]):
         self.config = config
@@ -102,6 +103,7 @@ class DecoderLayer(nnx.Module):
         sin: Array,
         layer: Array,
         window: Window,
+        product: Product,
         attend: Attend[Carry],
         carry: Carry,
     ) -> tuple[Array, Carry]:
@@ -112,27 +114,32 @@ class DecoderLayer(nnx.Module):
           cos, sin: f32[row, q_pos, 1, head_dim / 2].
           layer: i32[], index of this layer.
           window: sliding window of this layer in tokens; None for all.
+          product: `product(name, h)` is h times the layer's matrix of that name.
           attend: see `Qwen.forward`.
           carry: the state of `attend`.
         """
         config = self.config
         h = rms_norm(x, self.input_norm[...], config.rms_norm_eps)
-        q = self._heads(h, "q", config.num_q_heads)
-        k = self._heads(h, "k", config.num_kv_heads)
-        v = self._heads(h, "v", config.num_kv_heads)
+        q = self._heads(product, h, "q", config.num_q_heads)
+        k = self._heads(product, h, "k", config.num_kv_heads)
+        v = self._heads(product, h, "v", config.num_kv_heads)
         if config.qk_norm:
             q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
         out, carry = attend(carry, layer, rotate(q, cos, sin), rotate(k, cos, sin), v, window)
-        out = out.reshape(*x.shape[:2], -1) @ self.o_proj[...]
+        out = product("o_proj", out.reshape(*x.shape[:2], -1))
         x = x + (_add_bias(out, self.o_bias[...]) if config.o_bias else out)
         h = rms_norm(x, self.mlp_norm[...], config.rms_norm_eps)
-        gated = jax.nn.silu(h @ self.gate_proj[...]) * (h @ self.up_proj[...])
-        return x + gated @ self.down_proj[...], carry
+        gated = jax.nn.silu(product("gate_proj", h)) * product("up_proj", h)
+        return x + product("down_proj", gated), carry
 
-    def _heads(self, h: Array, name: str, num_heads: int) -> Array:
+    def product(self, name: str, h: Array) -> Array:
+        """Returns h times the matrix of that name, which this layer holds itself."""
+        return h @ getattr(self, name)[...]
+
+    def _heads(self, product: Product, h: Array, name: str, num_heads: int) -> Array:
         """Projects to float[row, q_pos, head, head_dim]."""
-        out = h @ getattr(self, f"{name}_proj")[...]
+        out = product(f"{name}_proj", h)
         if self.config.qkv_bias:
             out = _add_bias(out, getattr(self, f"{name}_bias")[...])
         return out.reshape(*h.shape[:2], num_heads, self.config.head_dim)
@@ -148,6 +155,7 @@ class Qwen(nnx.Module):
       layers: DecoderLayer whose weights are stacked, param[layer, ...].
       final_norm: param[hidden].
       lm_head: param[vocab, hidden]; absent where it is tied to the embedding.
+      matrices: after `spread`, name -> one param[in, out] a layer, and `layers` holds the rest; None before.
     """
 
     embed: nnx.Param
@@ -168,6 +176,27 @@ class Qwen(nnx.Module):
         for name in top_shapes(config):
             setattr(self, name, nnx.Param(weights[name]))
         self.layers = DecoderLayer(config, weights["layers"])
+        self.matrices: nnx.Dict | None = nnx.data(None)
+
+    def spread(self) -> Qwen:
+        """Returns the model with every layer's matrices in arrays of their own, which is faster on CPU.
+
+        The other weights are shared with this model; the matrices are copied.
+        """
+        model = nnx.clone(self)
+        model.matrices = nnx.Dict()
+        for name in layer_shapes(self.config):
+            if name.endswith("_proj"):
+                stack = getattr(self.layers, name)[...]
+                model.matrices[name] = nnx.List([nnx.Param(matrix) for matrix in stack])
+                delattr(model.layers, name)
+        return model
+
+    def layer_weight(self, name: str) -> Array:
+        """Returns a weight of all layers, param[layer, ...], wherever the model keeps it."""
+        if self.matrices is not None and name in self.matrices:
+            return jnp.stack([matrix[...] for matrix in self.matrices[name]])
+        return getattr(self.layers, name)[...]
 
     @property
     def dtype(self) -> np.dtype:
@@ -233,11 +262,26 @@ class Qwen(nnx.Module):
 
         def step(state: tuple[Array, Carry], xs: tuple[DecoderLayer, Array, Array | None]) -> Any:
             weights, layer, window = xs
-            return weights(state[0], cos, sin, layer, window, attend, state[1]), None
+            product = self._product(weights, layer)
+            return weights(state[0], cos, sin, layer, window, product, attend, state[1]), None
 
         xs = (self.layers, layers, layer_windows(self.config))
         (x, carry), _ = jax.lax.scan(step, (x, carry), xs)
         return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps), carry
+
+    def _product(self, weights: DecoderLayer, layer: Array) -> Product:
+        """Returns how the layer multiplies: with its slice of the stack, or with the array of its own."""
+        matrices = self.matrices
+        if matrices is None:
+            return weights.product
+
+        def product(name: str, h: Array) -> Array:
+            one_a_layer = [
+                functools.partial(jnp.matmul, b=matrix[...]) for matrix in matrices[name]
+            ]
+            return jax.lax.switch(layer, one_a_layer, h)
+
+        return product
 
     def unembed(self, hidden: Array) -> Array:
         """Returns logits f32[..., vocab] of float[..., hidden] (as `__call__` returns it)."""

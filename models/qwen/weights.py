@@ -125,7 +125,7 @@ def unstack(model: Qwen, naming: Naming) -> Iterable[tuple[str, np.ndarray]]:
     for name in top_shapes(model.config):
         yield naming(name, None), np.asarray(getattr(model, name)[...])
     for name in layer_shapes(model.config):
-        stacked = np.asarray(getattr(model.layers, name)[...])
+        stacked = np.asarray(model.layer_weight(name))
         for layer in range(model.config.num_layers):
             tensor = stacked[layer].T if is_matrix(name) else stacked[layer]
             yield naming(name, layer), np.ascontiguousarray(tensor)

@@ -125,5 +125,5 @@ def layer_of_first_difference(
             return f"{what} differs by up to {difference:.3g}"
         weights: DecoderLayer = jax.tree.map(lambda leaf, layer=layer: leaf[layer], model.layers)
         window = None if windows is None else windows[layer]
-        x, _ = weights(x, cos, sin, jnp.int32(layer), window, attend, None)
+        x, _ = weights(x, cos, sin, jnp.int32(layer), window, weights.product, attend, None)
     return None

@@ -109,7 +109,7 @@ def test_qk_norm_comes_before_rope_over_head_dim() -> None:
     cos = jnp.asarray([1.0, 0.0]).reshape(1, 2, 1, 1) * jnp.ones((1, 2, 1, 2))
     sin = jnp.asarray([0.0, 1.0]).reshape(1, 2, 1, 1) * jnp.ones((1, 2, 1, 2))
     layer = DecoderLayer(config, weights)
-    layer(x, cos, sin, jnp.int32(0), None, recording(seen, lambda q: q), None)
+    layer(x, cos, sin, jnp.int32(0), None, layer.product, recording(seen, lambda q: q), None)
     k = seen[0][1][0, :, 0]
     normed = np.array([3, 2, 3, 4]) / np.sqrt(3)
     np.testing.assert_allclose(k[0], normed, rtol=1e-5)
@@ -129,7 +129,14 @@ def test_qwen2_bias_reaches_q_k_v_and_not_o() -> None:
     one, zero = jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1, 1, 8))
     layer = DecoderLayer(config, weights)
     out, _ = layer(
-        jnp.ones((1, 1, 64)), one, zero, jnp.int32(0), None, recording(seen, jnp.zeros_like), None
+        jnp.ones((1, 1, 64)),
+        one,
+        zero,
+        jnp.int32(0),
+        None,
+        layer.product,
+        recording(seen, jnp.zeros_like),
+        None,
     )
     for part in seen[0][:3]:
         np.testing.assert_array_equal(part, 1.0)
@@ -193,7 +200,7 @@ def test_reference_implementation_is_passed_to_the_ops(case_model: CaseModel) ->
     loaded = case_model("qwen2_layer_types")
     weights = {name: getattr(loaded.model, name)[...] for name in top_shapes(loaded.config)}
     weights["layers"] = {
-        name: getattr(loaded.model.layers, name)[...] for name in layer_shapes(loaded.config)
+        name: loaded.model.layer_weight(name) for name in layer_shapes(loaded.config)
     }
     reference = Qwen(loaded.config, weights, implementation="reference")
     tokens = np.arange(10, dtype=np.int32)[None]
@@ -203,6 +210,20 @@ def test_reference_implementation_is_passed_to_the_ops(case_model: CaseModel) ->
     unknown = Qwen(loaded.config, weights, implementation="abacus")
     with pytest.raises(ValueError, match="abacus"):
         cached_logits(unknown, tokens, [10])
+
+
+@pytest.mark.parametrize("name", ["qwen2_layer_types", "qwen3_sliding_group1"])
+def test_spread_model_gives_the_logits_of_the_stacked_one(case_model: CaseModel, name: str) -> None:
+    stacked = case_model(name).model
+    spread = stacked.spread()
+    tokens = np.arange(10, dtype=np.int32)[None]
+    ours, _ = cached_logits(spread, tokens, [7, 3])
+    theirs, _ = cached_logits(stacked, tokens, [7, 3])
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    for weight in layer_shapes(case_model(name).config):
+        np.testing.assert_array_equal(spread.layer_weight(weight), stacked.layer_weight(weight))
+    own = [leaf for leaf in jax.tree.leaves(spread) if leaf.ndim == 3]
+    assert not own, "a spread model keeps no stack of matrices"
 
 
 def test_abstract_model_has_shapes_and_no_bytes() -> None:
