@@ -6,11 +6,10 @@ hold NaN: V needs a select there, and nowhere else (a select over all of V is a 
 
 One chunk on its way::
 
-    table --> ids[row, column] --> gather kv[row, kv_head, key, K|V]   (stays in the L2 cache)
-                                     |-- q|0 . K|V  --> scores --> running max, weights
-                                     '-- weights . K|V --> accumulator; its K half is thrown away
+    table --> ids[row, column] --> gather K half [row, kv_head, key, head_dim] -- . q --> scores --> weights
+                              \--> gather V half [row, kv_head, key, head_dim] -- . weights --> accumulator
 
-q is padded with zeros over the V half, so that neither product has to slice the fused axis.
+A chunk is small enough to stay in the cache between its gathers and its products.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ TOKENS_PER_CHUNK = 64
 
 
 class _Softmax(NamedTuple):
-    """Running softmax: peak, total f32[row, kv_head, query]; acc f32[row, kv_head, query, 2 * head_dim]."""
+    """Running softmax: peak, total f32[row, kv_head, query]; acc f32[row, kv_head, query, head_dim]."""
 
     peak: Array
     total: Array
@@ -54,20 +53,25 @@ def paged_attention_xla(
     # A "query" below is one (q_pos, q_head within the group) pair of a kv head.
     queries = (q.astype(jnp.float32) * scale).reshape(rows, query_len, heads, group, head_dim)
     queries = queries.transpose(0, 2, 1, 3, 4).reshape(rows, heads, query_len * group, head_dim)
-    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, 0), (0, head_dim)))
     query_pos = jnp.repeat(jnp.where(query_valid(view), view.positions, -1), group, axis=1)
 
-    def read(ids: Array) -> Array:
-        """Gathers f32[row, kv_head, key, 2 * head_dim] for ids i32[row, column]."""
+    def read(ids: Array) -> tuple[Array, Array]:
+        """Gathers K and V f32[row, kv_head, key, head_dim] for ids i32[row, column]."""
         head = jnp.arange(heads, dtype=jnp.int32)[None, :, None]
-        kv = decode(layout, store.kv[layer, ids[:, None, :], head])
-        return kv.reshape(rows, heads, -1, 2 * head_dim)
+        halves = (
+            store.kv[layer, ids[:, None, :], head, :, begin : begin + head_dim]
+            for begin in (0, head_dim)
+        )
+        keys, values = (decode(layout, x).reshape(rows, heads, -1, head_dim) for x in halves)
+        return keys, values
 
-    def attend(state: _Softmax, kv: Array, key_pos: Array, key_end: Array) -> _Softmax:
+    def attend(
+        state: _Softmax, keys: Array, values: Array, key_pos: Array, key_end: Array
+    ) -> _Softmax:
         """Adds keys at key_pos i32[row, key], of which those below key_end i32[row, 1] exist."""
         # With K as the left operand XLA:CPU need not repack it for a few queries: 57 us a chunk against
         # 113.  The barrier keeps the compiler from folding the transpose back into the product.
-        scores = jnp.einsum("rhkd,rhqd->rhkq", kv, queries, precision="highest")
+        scores = jnp.einsum("rhkd,rhqd->rhkq", keys, queries, precision="highest")
         scores = jax.lax.optimization_barrier(scores).transpose(0, 1, 3, 2)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -79,7 +83,7 @@ def paged_attention_xla(
         finite_peak = jnp.where(peak == -jnp.inf, 0.0, peak)  # nothing seen yet: exp(-inf - 0) = 0
         weights = jnp.exp(scores - finite_peak[..., None])
         shrink = jnp.exp(state.peak - finite_peak)
-        update = jnp.einsum("rhqk,rhkd->rhqd", weights, kv, precision="highest")
+        update = jnp.einsum("rhqk,rhkd->rhqd", weights, values, precision="highest")
         return _Softmax(
             peak=peak,
             total=state.total * shrink + jnp.sum(weights, axis=-1),
@@ -100,7 +104,7 @@ def paged_attention_xla(
         key_pos = chunk * columns * block_size
         key_pos += jnp.arange(columns * block_size, dtype=jnp.int32)[None, :]
         key_pos = jnp.broadcast_to(key_pos, (rows, columns * block_size))
-        return attend(state, read(ids), key_pos, num_full * block_size)
+        return attend(state, *read(ids), key_pos, num_full * block_size)
 
     state = _Softmax(
         peak=jnp.full(queries.shape[:3], -jnp.inf, jnp.float32),
@@ -119,11 +123,12 @@ def paged_attention_xla(
 
     open_ids = jnp.take_along_axis(tables, jnp.minimum(num_full, tables.shape[1] - 1), axis=1)
     written = num_full * block_size + slot < view.kv_lens[:, None]
-    open_kv = jnp.where(written[:, None, :, None], read(open_ids), 0.0)
-    state = attend(state, open_kv, num_full * block_size + slot, view.kv_lens[:, None])
+    keys, values = read(open_ids)
+    values = jnp.where(written[:, None, :, None], values, 0.0)
+    state = attend(state, keys, values, num_full * block_size + slot, view.kv_lens[:, None])
 
     total = jnp.where(state.total > 0, state.total, 1.0)
-    out = jnp.where(state.total[..., None] > 0, state.acc[..., head_dim:] / total[..., None], 0.0)
+    out = jnp.where(state.total[..., None] > 0, state.acc / total[..., None], 0.0)
     lse = jnp.where(state.total > 0, state.peak + jnp.log(total), -jnp.inf)
     out = out.reshape(rows, heads, query_len, group, head_dim).transpose(0, 2, 1, 3, 4)
     lse = lse.reshape(rows, heads, query_len, group).transpose(0, 2, 1, 3)
