@@ -8,6 +8,7 @@ Invariants: heavy modules are imported inside the commands, after `start_jax` ha
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import sys
@@ -155,11 +156,9 @@ def generate(
         int, typer.Option(help="Sequences per prompt; they share its blocks.")
     ] = 1,
     chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat", show_default="if the model has one", help="Use the chat template."
-        ),
-    ] = None,
+        bool,
+        typer.Option("--chat/--no-chat", help="Put each prompt into the model's chat template."),
+    ] = False,
     echo: Annotated[bool, typer.Option("--echo", help="Write the prompt before its text.")] = False,
     kv_format: KVFormatOption = "float32",
     weights_format: WeightsFormatOption = "float32",
@@ -348,10 +347,15 @@ def _load(model: str | None, weights_format: str) -> Loaded:
     dtype = kv_format(weights_format).dtype
     here = model is None or Path(model).exists()
     with cli_terminal.spinner("loading the model", show=here):  # a download shows its own progress
-        import models.qwen
+        import jax
 
-        source = Path(models.__file__ or "").parent / "tiny" if model is None else model
-        return models.qwen.load(source, dtype=dtype)
+        import models.qwen
+        import models.tiny
+
+        loaded = models.qwen.load(models.tiny.path() if model is None else model, dtype=dtype)
+        if jax.default_backend() == "cpu":
+            loaded = dataclasses.replace(loaded, model=loaded.model.spread())
+        return loaded
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ class RunOptions:
       max_new_tokens: per sequence; None means 128, or what the model's context leaves.
       sampling: for all prompts.
       num_samples: sequences per prompt.
-      chat: put prompts into the tokenizer's chat template; None means if it has one.
+      chat: put prompts into the tokenizer's chat template.
       kv_format, block_size, num_blocks: the pool; num_blocks None means enough for the request.
       prefill_chunk: prompt tokens per prefill call; None means 64, or the longest prompt if that is shorter.
       steps_per_dispatch: decode steps between two looks of the host.
@@ -72,7 +72,7 @@ class RunOptions:
     max_new_tokens: int | None = None
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     num_samples: int = 1
-    chat: bool | None = None
+    chat: bool = False
     kv_format: str = "float32"
     block_size: int = 16
     num_blocks: int | None = None
@@ -149,9 +149,7 @@ def _read_text(source: Path) -> str:
         raise ValueError(f"{source}: expected UTF-8 text, got {error}") from error
 
 
-def _encode(tokenizer: TextTokenizer, texts: Sequence[str], chat: bool | None) -> list[list[int]]:
-    if chat is None:
-        chat = tokenizer.chat_template is not None
+def _encode(tokenizer: TextTokenizer, texts: Sequence[str], chat: bool) -> list[list[int]]:
     if not chat:
         return [tokenizer.encode(text) for text in texts]
     rendered = [

@@ -142,15 +142,15 @@ def test_generate_pool_that_fills_up_says_so_and_exits_1(loaded: FakeLoaded) -> 
     assert "pool of 4 blocks" in result.stderr
 
 
-def test_prepare_uses_the_chat_template_when_there_is_one() -> None:
+def test_prepare_uses_the_chat_template_when_asked() -> None:
     plain, chatty = FakeLoaded(), FakeLoaded(tokenizer=LetterTokenizer("template"))
     encode = LetterTokenizer().encode
 
-    def prompt(loaded: FakeLoaded, chat: bool | None) -> list[int]:
+    def prompt(loaded: FakeLoaded, chat: bool) -> list[int]:
         return cli_generate.prepare(loaded, ["hi"], RunOptions(chat=chat)).prompts[0]
 
-    assert prompt(plain, None) == encode("hi")
-    assert prompt(chatty, None) == prompt(chatty, True) == encode("user. hi! ")
+    assert prompt(plain, False) == encode("hi")
+    assert prompt(chatty, True) == encode("user. hi! ")
     assert prompt(chatty, False) == encode("hi")
 
 
