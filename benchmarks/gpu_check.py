@@ -42,11 +42,8 @@ from pallas_kernels.layout import BatchView, KVLayout, KVStore, kv_format  # noq
 from pallas_kernels.paged_attention.hopper import paged_attention_hopper  # noqa: E402
 from pallas_kernels.paged_attention.reference import paged_attention_reference  # noqa: E402
 from pallas_kernels.paged_attention.shapes import CASES, Case, find, make_inputs  # noqa: E402
-from pallas_kernels.paged_attention.triton import (  # noqa: E402
-    Tiling,
-    choose_tiling,
-    paged_attention_triton,
-)
+from pallas_kernels.paged_attention.triton import paged_attention_triton  # noqa: E402
+from pallas_kernels.paged_attention.triton_plan import Tiling, choose_tiling  # noqa: E402
 
 DEADLINE_S = 7.5 * 60
 REPEATS = 20

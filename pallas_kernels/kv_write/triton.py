@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,20 +74,20 @@ def _power_of_two(n: int) -> int:
 
 def _write(
     # in
-    k_ref,  # float[row, q_pos, kv_head, head_dim]
-    v_ref,  # float[row, q_pos, kv_head, head_dim]
-    layer_ref,  # i32[]
-    tables_ref,  # i32[row, column]
-    kv_lens_ref,  # i32[row]
-    q_lens_ref,  # i32[row]
-    kv_in_ref,  # the pool, aliased with kv_ref and not read
+    k_ref: Any,  # float[row, q_pos, kv_head, head_dim]
+    v_ref: Any,  # float[row, q_pos, kv_head, head_dim]
+    layer_ref: Any,  # i32[]
+    tables_ref: Any,  # i32[row, column]
+    kv_lens_ref: Any,  # i32[row]
+    q_lens_ref: Any,  # i32[row]
+    kv_in_ref: Any,  # the pool, aliased with kv_ref and not read
     # out
-    kv_ref,  # layout.dtype[layer, block, kv_head, slot, 2 * head_dim]
+    kv_ref: Any,  # layout.dtype[layer, block, kv_head, slot, 2 * head_dim]
     *,
     layout: KVLayout,
     query_len: int,
     pairs: int,
-):
+) -> None:
     """Writes `pairs` (q_pos, kv_head) pairs of one row."""
     del kv_in_ref
     row, layer = pl.program_id(1), layer_ref[...]

@@ -21,7 +21,6 @@ Invariants:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import numbers
@@ -34,67 +33,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.layout import Array, BatchView, KVLayout, KVStore
+from pallas_kernels.paged_attention.triton_plan import (
+    Plan,
+    Tiling,
+    choose_tiling,
+    power_of_two,
+    terms_of,
+)
 
 _LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_HEAD_DIM = 256
-_MAX_SPLITS = 128
-_PROGRAMS = 528  # programs that fill the chip: two on each of the 132 multiprocessors of an H200, twice over
-_COMBINE_ELEMENTS = 4096  # float32 parts a combine program holds, unless its splits alone need more
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How one attention call is cut up.
-
-    Attributes:
-      query_rows: rows of a tile of packed queries; a power of two, at least 16 (tensor cores).
-      keys: keys of one step of the loop.
-      num_splits: programs that share the keys of one tile of queries.
-      num_warps, num_stages: of the attention kernel.
-    """
-
-    query_rows: int
-    keys: int
-    num_splits: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tiling(
-    q_shape: tuple[int, ...], q_dtype: Any, layout: KVLayout, max_keys: int
-) -> Tiling:
-    """Returns the tiling for a call; depends on static shapes and dtypes only.
-
-    The sizes are the largest that neither spill a register nor keep two decode programs from sharing a
-    multiprocessor, on sm_80 and sm_90, as read from ptxas (`benchmarks/static_gpu.py`).
-    """
-    rows, query_len, num_q_heads, head_dim = q_shape
-    packed = query_len * num_q_heads // layout.num_kv_heads
-    query_rows, wide = max(16, _power_of_two(packed)), head_dim > 128
-    warps = 4
-    if layout.format.itemsize == 4:
-        query_rows = min(query_rows, 32)
-        keys = 16 if wide or query_rows > 16 else 32
-    elif _terms(q_dtype, layout.format.dtype) > 1:
-        query_rows = min(query_rows, 16 if wide else 32)
-        keys = 32 if wide or query_rows > 16 else 64
-    elif wide:
-        query_rows, keys = min(query_rows, 64), 32
-        warps = 8 if query_rows == 64 else 4
-    else:
-        query_rows = min(query_rows, 128)
-        keys = 32 if query_rows == 64 else 64
-        warps = 8 if query_rows == 128 else 4
-    tiles = rows * layout.num_kv_heads * pl.cdiv(packed, query_rows)
-    programs = _PROGRAMS if query_rows <= 32 else _PROGRAMS // 2
-    most = min(
-        pl.cdiv(max_keys, keys), _MAX_SPLITS, 4 * _COMBINE_ELEMENTS // _power_of_two(head_dim)
-    )
-    return Tiling(
-        query_rows, keys, max(1, min(pl.cdiv(programs, tiles), most)), warps, num_stages=2
-    )
+# How Python numbers become constants of the kernel, and what traced knobs are read as.
+_KNOBS = {
+    "scale": (float, jnp.float32),
+    "soft_cap": (float, jnp.float32),
+    "window": (int, jnp.int32),
+}
 
 
 def paged_attention_triton(
@@ -125,12 +81,15 @@ def paged_attention_triton(
     group = num_q_heads // layout.num_kv_heads
     max_keys = view.block_tables.shape[1] * layout.block_size
     tiling = tiling or choose_tiling(q.shape, q.dtype, layout, max_keys)
-    plan = _Plan(
+    plan = Plan(
         tiling, group, layout.num_kv_heads, query_len, head_dim, max_keys, window is not None
     )
     # Python numbers become constants of the kernel; traced ones are operands, read where they are used.
     knobs = {"scale": scale, "soft_cap": soft_cap, "window": window}
-    constants = {name: x for name, x in knobs.items() if x is None or isinstance(x, numbers.Number)}
+    constants: dict[str, Any] = {name: None for name, x in knobs.items() if x is None}
+    constants |= {
+        name: _KNOBS[name][0](x) for name, x in knobs.items() if isinstance(x, numbers.Number)
+    }
     traced = {
         name: jnp.asarray(x).reshape(()) for name, x in knobs.items() if name not in constants
     }
@@ -165,28 +124,10 @@ def paged_attention_triton(
             jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32),
         ),
         compiler_params=plgpu.CompilerParams(
-            num_warps=8 if plan.combine_elements > 2 * _COMBINE_ELEMENTS else 4, num_stages=1
+            num_warps=8 if plan.combine_elements > 8192 else 4, num_stages=1
         ),
         name="paged_attention_combine",
     )(out, lse, view.kv_lens, view.q_lens, *([traced["window"]] if "window" in traced else []))
-
-
-def _as(dtype: Any, plain: type) -> Any:
-    """Returns a cast for knobs: None stays None, numbers stay weakly typed, traced values get `dtype`."""
-
-    def cast(x: Any) -> Any:
-        if x is None:
-            return None
-        return plain(x) if isinstance(x, numbers.Number) else x.astype(dtype)
-
-    return cast
-
-
-_KNOBS = {
-    "scale": _as(jnp.float32, float),
-    "soft_cap": _as(jnp.float32, float),
-    "window": _as(jnp.int32, int),
-}
 
 
 def _check_supported(q: Array, store: KVStore) -> None:
@@ -202,83 +143,25 @@ def _check_supported(q: Array, store: KVStore) -> None:
         )
 
 
-def _power_of_two(n: int) -> int:
-    """Smallest power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The static side of a call, and the arithmetic both kernels must agree on."""
-
-    tiling: Tiling
-    group: int
-    num_kv_heads: int
-    query_len: int
-    head_dim: int
-    max_keys: int
-    windowed: bool
-
-    @property
-    def num_tiles(self) -> int:
-        """Tiles of queries of one (row, kv head)."""
-        return pl.cdiv(self.query_len * self.group, self.tiling.query_rows)
-
-    @property
-    def width(self) -> int:
-        """head_dim padded to what Triton's tensors and tensor cores want."""
-        return max(16, _power_of_two(self.head_dim))
-
-    @property
-    def combine_items(self) -> int:
-        """(q_pos, q_head) pairs of one combine program."""
-        room = _COMBINE_ELEMENTS // (_power_of_two(self.tiling.num_splits) * self.width)
-        return min(max(room, 1), _power_of_two(self.query_len * self.group * self.num_kv_heads))
-
-    @property
-    def combine_elements(self) -> int:
-        """float32 parts of one combine program."""
-        return self.combine_items * _power_of_two(self.tiling.num_splits) * self.width
-
-    def key_range(
-        self, tile: Array, kv_len: Array, q_len: Array, window: Any
-    ) -> tuple[Array, Array]:
-        """Keys [first, end) that some query of the tile sees; empty where it has no query."""
-        first_query = tile * self.tiling.query_rows // self.group
-        last_query = ((tile + 1) * self.tiling.query_rows - 1) // self.group
-        last_query = jnp.minimum(last_query, q_len - 1)
-        before = kv_len - q_len  # position of query 0
-        end = jnp.where(first_query <= last_query, before + last_query + 1, 0)
-        end = jnp.clip(end, 0, self.max_keys)
-        first = jnp.maximum(before + first_query - window + 1, 0) if self.windowed else 0
-        return jnp.minimum(first, end), end
-
-    def steps(self, first: Array, end: Array) -> tuple[Array, Array, Array]:
-        """(first step, end step, steps of one split) of a range of keys."""
-        first_step = first // self.tiling.keys
-        end_step = pl.cdiv(end, self.tiling.keys)
-        return first_step, end_step, pl.cdiv(end_step - first_step, self.tiling.num_splits)
-
-
 def _attend(
     # in
-    q_ref,  # q_dtype[row, q_pos, q_head, head_dim]
-    kv_ref,  # layout.dtype[layer, block, kv_head, slot, 2 * head_dim]
-    layer_ref,  # i32[]
-    tables_ref,  # i32[row, column]
-    kv_lens_ref,  # i32[row]
-    q_lens_ref,  # i32[row]
+    q_ref: Any,  # q_dtype[row, q_pos, q_head, head_dim]
+    kv_ref: Any,  # layout.dtype[layer, block, kv_head, slot, 2 * head_dim]
+    layer_ref: Any,  # i32[]
+    tables_ref: Any,  # i32[row, column]
+    kv_lens_ref: Any,  # i32[row]
+    q_lens_ref: Any,  # i32[row]
     # in: traced knobs, then out
-    *refs,  # names of [], out [(split,) row, q_pos, q_head, head_dim], lse [(split,) row, q_pos, q_head]
-    plan: _Plan,
-    layout,
-    constants,
-    names,
-):
+    *refs: Any,  # names of [], out [(split,) row, q_pos, q_head, head_dim], lse [(split,) row, q_pos, q_head]
+    plan: Plan,
+    layout: KVLayout,
+    constants: dict[str, Any],
+    names: tuple[str, ...],
+) -> None:
     """One split of one tile of queries of one kv head of one row."""
     *knob_refs, out_ref, lse_ref = refs
-    knobs = constants | {name: ref[...] for name, ref in zip(names, knob_refs, strict=True)}
-    scale, soft_cap, window = (_KNOBS[name](knobs[name]) for name in _KNOBS)
+    knobs = constants | {name: _read(name, r) for name, r in zip(names, knob_refs, strict=True)}
+    scale, soft_cap, window = (knobs[name] for name in _KNOBS)
     tiling, head_dim, width = plan.tiling, plan.head_dim, plan.width
     kv_head, tile = pl.program_id(0) // plan.num_tiles, pl.program_id(0) % plan.num_tiles
     split, row = pl.program_id(1), pl.program_id(2)
@@ -300,10 +183,10 @@ def _attend(
     real = columns < head_dim
     query_index = (row, *_spread((query[:, None], head[:, None], columns)))
     q = plgpu.load(q_ref.at[query_index], mask=(query_pos >= 0) & real, other=0.0)
-    terms = _terms(q.dtype, layout.format.dtype)
+    terms = terms_of(q.dtype, layout.format.dtype)
     q = q if terms == 1 else q.astype(jnp.float32)
 
-    def half(position, block, live, offset):
+    def half(position: Array, block: Array, live: Array, offset: int) -> Array:
         """K (offset 0) or V (offset head_dim) of the keys, zeros where not live: [keys, width]."""
         index = _spread((block[:, None], (position % layout.block_size)[:, None], columns + offset))
         x = plgpu.load(
@@ -315,7 +198,7 @@ def _attend(
             x = lax.bitcast_convert_type(x, layout.format.dtype)
         return x
 
-    def step(index, carry):
+    def step(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, acc = (
             carry  # base-2 logarithm of the largest weight, sum of weights, weighted V
         )
@@ -359,18 +242,18 @@ def _attend(
 
 def _combine(
     # in
-    part_ref,  # f32[split, row, q_pos, q_head, head_dim]
-    part_lse_ref,  # f32[split, row, q_pos, q_head]
-    kv_lens_ref,  # i32[row]
-    q_lens_ref,  # i32[row]
+    part_ref: Any,  # f32[split, row, q_pos, q_head, head_dim]
+    part_lse_ref: Any,  # f32[split, row, q_pos, q_head]
+    kv_lens_ref: Any,  # i32[row]
+    q_lens_ref: Any,  # i32[row]
     # in: window [] if traced, then out
-    *refs,  # out q_dtype[row, q_pos, q_head, head_dim], lse f32[row, q_pos, q_head]
-    plan: _Plan,
-    constants,
-):
+    *refs: Any,  # out q_dtype[row, q_pos, q_head, head_dim], lse f32[row, q_pos, q_head]
+    plan: Plan,
+    constants: dict[str, Any],
+) -> None:
     """Joins the parts of `combine_items` pairs (q_pos, q_head) of one row."""
     *window_ref, out_ref, lse_ref = refs
-    window = _KNOBS["window"](window_ref[0][...] if window_ref else constants["window"])
+    window = _read("window", window_ref[0]) if window_ref else constants["window"]
     items, row = plan.combine_items, pl.program_id(1)
     num_q_heads = plan.group * plan.num_kv_heads
     kv_len, q_len = kv_lens_ref[row], q_lens_ref[row]
@@ -381,7 +264,7 @@ def _combine(
     tile = (query * plan.group + head % plan.group) // plan.tiling.query_rows
     first_step, end_step, steps = plan.steps(*plan.key_range(tile, kv_len, q_len, window))
 
-    split = jnp.arange(_power_of_two(plan.tiling.num_splits), dtype=jnp.int32)[:, None]
+    split = jnp.arange(power_of_two(plan.tiling.num_splits), dtype=jnp.int32)[:, None]
     used = split * steps[None, :] < (end_step - first_step)[None, :]
     used &= (split < plan.tiling.num_splits) & inside[None, :]
     index = _spread((split, query[None, :], head[None, :]))
@@ -414,19 +297,14 @@ def _combine(
     plgpu.store(lse_ref.at[row, query, head], lse, mask=inside)
 
 
+def _read(name: str, ref: Any) -> Array:
+    """Reads a traced knob."""
+    return ref[...].astype(_KNOBS[name][1])
+
+
 def _spread(indices: tuple[Array, ...]) -> tuple[Array, ...]:
     """Broadcasts index arrays against each other."""
     return tuple(jnp.broadcast_arrays(*indices))
-
-
-def _terms(q_dtype: Any, kv_dtype: Any) -> int:
-    """How many numbers of the pool's format must stand for one of q, or for one weight.
-
-    One when the formats agree (the weights are rounded to it, as in any half-precision attention) or when
-    the pool is float32.  Otherwise three: their sum carries 24 bits of bfloat16, so float32 activations
-    lose nothing over a half-precision pool and K and V go to the tensor cores as they are.
-    """
-    return 1 if q_dtype == kv_dtype or kv_dtype == jnp.float32 else 3
 
 
 def _dot(a: Array, b: Array, b_axis: int, terms: int) -> Array:
@@ -434,12 +312,11 @@ def _dot(a: Array, b: Array, b_axis: int, terms: int) -> Array:
     # float32 pools take true float32 products: one TF32 product has 11 bits.
     precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     dims = (((1,), (b_axis,)), ((), ()))
-    result = None
+    products = []
     for _ in range(terms):
         part = a.astype(b.dtype)
-        product = lax.dot_general(
-            part, b, dims, precision=precision, preferred_element_type=jnp.float32
+        products.append(
+            lax.dot_general(part, b, dims, precision=precision, preferred_element_type=jnp.float32)
         )
-        result = product if result is None else result + product
         a = a - part.astype(a.dtype) if terms > 1 else a
-    return result
+    return functools.reduce(jnp.add, products)

@@ -19,7 +19,8 @@ from oracles.attention import TOLERANCES, paged_attention_oracle, worst_row_erro
 from pallas_kernels.layout import BatchView, KVLayout, KVStore, decode, encode, kv_format
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.shapes import CASES, Case, Inputs, find, make_inputs
-from pallas_kernels.paged_attention.triton import Tiling, choose_tiling, paged_attention_triton
+from pallas_kernels.paged_attention.triton import paged_attention_triton
+from pallas_kernels.paged_attention.triton_plan import Tiling, choose_tiling
 
 # Small steps and several splits, so that tiny cases cross every boundary the kernels have.
 SMALL = Tiling(query_rows=16, keys=16, num_splits=3, num_warps=4, num_stages=2)
