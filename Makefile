@@ -12,10 +12,10 @@ export JAX_PLATFORMS ?= cpu
 .PHONY: demo test check docs bench
 
 demo: $(VENV)/.demo
-	@$(BIN)/jaxkv generate "Once upon a time" --stats
+	@$(BIN)/jaxkv generate "Once upon a time" --echo --max-new-tokens 300 --stats
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --dist loadfile
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff format --check .

@@ -8,7 +8,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -43,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuses connections to other machines; tests marked `realmodel` may fetch their weights."""
     if request.node.get_closest_marker("realmodel") is None:
         connect = socket.socket.connect
@@ -56,4 +55,3 @@ def _no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             connect(self, address)
 
         monkeypatch.setattr(socket.socket, "connect", guarded)
-    yield

@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention.tpu import paged_attention_tpu
 from pallas_kernels.paged_attention.triton import paged_attention_triton
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "tpu": paged_attention_tpu,
     "hopper": paged_attention_hopper,
     "triton": paged_attention_triton,

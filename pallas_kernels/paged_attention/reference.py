@@ -23,7 +23,9 @@ def paged_attention_reference(
     tables = jnp.minimum(view.block_tables, layout.num_blocks - 1)
     kv = decode(layout, store.kv[layer, tables])  # [row, column, kv_head, slot, 2 * head_dim]
     kv = kv.transpose(0, 2, 1, 3, 4).reshape(rows, layout.num_kv_heads, -1, 2 * head_dim)
-    kv = jnp.repeat(kv, num_q_heads // layout.num_kv_heads, axis=1)  # [row, q_head, key, 2 * head_dim]
+    kv = jnp.repeat(
+        kv, num_q_heads // layout.num_kv_heads, axis=1
+    )  # [row, q_head, key, 2 * head_dim]
     keys, values = kv[..., :head_dim], kv[..., head_dim:]
 
     scores = jnp.einsum("rqhd,rhkd->rqhk", q.astype(jnp.float32), keys, precision="highest") * scale

@@ -1,4 +1,4 @@
-"""Paged attention in jnp: a running softmax over chunks of blocks; runs on every platform.
+r"""Paged attention in jnp: a running softmax over chunks of blocks; runs on every platform.
 
 Cost follows the lengths: the loop ends at the longest row, and with a window it starts at the earliest key
 any row sees.  Full blocks and the open block are read apart, because only an open block has slots that may

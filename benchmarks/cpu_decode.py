@@ -1,0 +1,216 @@
+"""Decode on CPU: SmolLM2-135M through the paged cache, beside transformers on the same machine and threads.
+
+Needs torch, transformers, accelerate and gguf, and the model's file (see `model_path`).  The ratio is transformers'
+time over ours: at least 1.7 against `generate`, 1.3 against a bare loop over the forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import CacheConfig, decode_loop
+from jaxkv.sampling import SamplingParams, sampling_state
+from models.qwen import load
+
+NUM_SEQS, CONTEXT_LEN, STEPS, CHUNK = 8, 1024, 8, 256
+WARM_UP_STEPS = 2
+
+
+def prompts(vocab: int) -> np.ndarray:
+    """Returns i32[seq, CONTEXT_LEN] of arbitrary ids: decode costs the same for any text."""
+    return np.random.default_rng(0).integers(0, vocab, (NUM_SEQS, CONTEXT_LEN), dtype=np.int32)
+
+
+class Ours:
+    """The jitted loop of jaxkv, its sequences prefilled to CONTEXT_LEN tokens."""
+
+    def __init__(self, path: Path, total_steps: int) -> None:
+        self.model = load(path).model
+        config = self.model.config
+        blocks = -(-(CONTEXT_LEN + total_steps + 1) // 16)
+        self.cache_config = CacheConfig(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=16,
+            num_blocks=NUM_SEQS * blocks,
+            max_seqs=NUM_SEQS,
+            max_blocks_per_seq=blocks,
+        )
+        self.state = decode_loop.init_state(
+            self.cache_config,
+            self.model,
+            sampling_state([SamplingParams()] * NUM_SEQS, [0] * NUM_SEQS),
+            jnp.full(NUM_SEQS, total_steps + 1, jnp.int32),
+            jnp.array([], jnp.int32),
+            total_steps + 1,
+        )
+        self._prefill(prompts(config.vocab_size))
+        self.program = self._compile(decode_loop.decode, jnp.int32(STEPS))
+
+    def _compile(self, step: Callable[..., Any], *args: Any) -> harness.Compiled:
+        function = functools.partial(step, self.cache_config)
+        return harness.compile_program(function, self.model, self.state, *args, donate=[1])
+
+    def _prefill(self, tokens: np.ndarray) -> None:
+        q_lens = jnp.full(NUM_SEQS, CHUNK, jnp.int32)
+        prefill = self._compile(decode_loop.prefill, jnp.asarray(tokens[:, :CHUNK]), q_lens)
+        for begin in range(0, CONTEXT_LEN, CHUNK):
+            chunk = jnp.asarray(tokens[:, begin : begin + CHUNK])
+            self.state = prefill.call(self.model, self.state, chunk, q_lens)
+        source = jnp.arange(NUM_SEQS, dtype=jnp.int32)
+        self.state = self._compile(decode_loop.start, source).call(self.model, self.state, source)
+
+    def steps(self) -> Any:
+        """Decodes STEPS tokens of every sequence in one dispatch."""
+        self.state = self.program.call(self.model, self.state, jnp.int32(STEPS))
+        return self.state
+
+    def bytes_per_step(self) -> int:
+        """Returns the bytes a step has to read: all weights, and the KV of CONTEXT_LEN tokens of each row."""
+        layout = self.cache_config.layout
+        per_token = layout.nbytes // (layout.num_blocks * layout.block_size)
+        return harness.tree_bytes(self.model) + NUM_SEQS * CONTEXT_LEN * per_token
+
+
+class Transformers:
+    """The same model in transformers: a bare loop over its forward, and its `generate`."""
+
+    def __init__(self, path: Path) -> None:
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        torch.set_num_threads(os.cpu_count() or 1)
+        self.torch = torch
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        ).eval()
+        self.cache_type = transformers.DynamicCache
+        self.tokens = torch.from_numpy(prompts(self.model.config.vocab_size)).long()
+        with torch.inference_mode():
+            self.cache = self.cache_type(config=self.model.config)
+            out = self._forward(self.tokens)
+            self.last = out.logits[:, -1:].argmax(-1)
+        self.first = self.last.numpy()[:, 0].copy()
+
+    def _forward(self, tokens: Any) -> Any:
+        return self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+    def forward_steps(self) -> None:
+        """Decodes STEPS tokens with nothing around the forward."""
+        with self.torch.inference_mode():
+            for _ in range(STEPS):
+                self.last = self._forward(self.last).logits[:, -1:].argmax(-1)
+
+    def generate_seconds(self, num_tokens: int) -> float:
+        """Returns how long `generate` takes for the prompts and `num_tokens` more."""
+        begin = time.perf_counter()
+        with self.torch.inference_mode():
+            self.model.generate(
+                self.tokens,
+                attention_mask=self.torch.ones_like(self.tokens),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return time.perf_counter() - begin
+
+
+def copy_bandwidth() -> float:
+    """Returns bytes read and written per second by a large copy, the best of several."""
+    source = jnp.ones(64 * 2**20, jnp.float32)
+    copy = jax.jit(lambda x: x * 2)
+    jax.block_until_ready(copy(source))
+    best = min(harness.seconds(lambda: copy(source)) for _ in range(5))
+    return 2 * source.nbytes / best
+
+
+def model_path() -> Path:
+    """Returns SmolLM2-135M's GGUF file: $JAXKV_SMOLLM2, or the copy the tests have fetched.
+
+    Raises:
+      FileNotFoundError: neither exists.
+    """
+    if "JAXKV_SMOLLM2" in os.environ:
+        return Path(os.environ["JAXKV_SMOLLM2"])
+    cache = Path(os.environ.get("JAXKV_TEST_CACHE", Path.home() / ".cache" / "jaxkv"))
+    found = sorted(cache.rglob("SmolLM2-135M-Instruct.Q4_1.gguf"))
+    if not found:
+        raise FileNotFoundError(
+            f"SmolLM2-135M-Instruct.Q4_1.gguf: not under {cache}; run the tests marked realmodel, or set "
+            "JAXKV_SMOLLM2"
+        )
+    return found[0]
+
+
+def run(quick: bool) -> list[harness.Result]:
+    """Times decode steps in turn with transformers' and returns the ratios."""
+    rounds, generate_rounds = (3, 1) if quick else (7, 3)
+    path = model_path()
+    ours = Ours(path, (WARM_UP_STEPS + rounds + generate_rounds) * STEPS)
+    theirs = Transformers(path)
+    agree = int((np.asarray(ours.state.tokens[:, 0]) == theirs.first).sum())
+    if agree < NUM_SEQS - 1:  # arbitrary ids give flat logits: one tie may break differently
+        raise AssertionError(f"first tokens: {agree} of {NUM_SEQS} equal transformers'")
+    for _ in range(WARM_UP_STEPS):
+        jax.block_until_ready(ours.steps())
+        theirs.forward_steps()
+    mine, forward = harness.alternate(rounds, ours.steps, theirs.forward_steps)
+    generate = []
+    for _ in range(generate_rounds):
+        generate.append(theirs.generate_seconds(1 + STEPS) - theirs.generate_seconds(1))
+        mine.append(harness.seconds(ours.steps))
+
+    step_s = statistics.median(mine) / STEPS
+    floor_s = ours.bytes_per_step() / copy_bandwidth()
+    shapes = {"seqs": NUM_SEQS, "context": CONTEXT_LEN, "threads": os.cpu_count()}
+
+    def times_as_fast(name: str, times: list[float]) -> harness.Result:
+        their_s = statistics.median(times) / STEPS
+        return harness.Result(
+            metric=f"cpu_decode.{name}",
+            value=step_s * 1e3,
+            unit="ms/step",
+            shapes=shapes,
+            versus="transformers",
+            versus_value=their_s * 1e3,
+            ratio=their_s / step_s,
+            spread=tuple(q / STEPS * 1e3 for q in harness.middle_half(mine)),
+        )
+
+    return [
+        times_as_fast("vs_hf_generate", generate),
+        times_as_fast("vs_hf_forward", forward),
+        harness.Result(
+            metric="cpu_decode.floor_share",
+            value=floor_s / step_s,
+            unit="of the copy-bandwidth floor",
+            shapes=shapes | {"read_bytes": ours.bytes_per_step()},
+            versus="floor ms/step",
+            versus_value=floor_s * 1e3,
+        ),
+        harness.Result(
+            metric="cpu_decode.compile_s",
+            value=ours.program.compile_s,
+            unit="s",
+            shapes=shapes | {"lower_s": round(ours.program.lower_s, 2)},
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    harness.main(__doc__.splitlines()[0], run)
