@@ -34,10 +34,10 @@ $(BIN)/python:
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	@echo "installing jaxkv and its packages into $(VENV) (about a minute)"
-	@$(PIP) install --quiet --editable .
+	@$(PIP) install -qq --editable .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@echo "installing jaxkv, its packages and the compilers for the tests into $(VENV) (a few minutes)"
-	@$(PIP) install --quiet --editable '.[dev]'
+	@$(PIP) install -qq --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
