@@ -1,0 +1,220 @@
+"""What the TPU compiler made of the attention kernel, beside JAX's two stock kernels; needs no TPU.
+
+The figure is VLIW bundles per KiB of K and V in the innermost loop over keys of decode: a bundle is one cycle, so at
+819 GB/s and 1.5 GHz (v5e) a kernel below about 1.9 waits for memory, and above it the memory waits.  All bundles
+of the loop count, also those of branches a whole chunk of blocks never enters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DUMP = Path(tempfile.mkdtemp(prefix="static_tpu_"))  # libtpu reads its flags once, when it starts
+os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={DUMP} --xla_jf_dump_llo_text=true"
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path[:0] = [
+    str(Path(__file__).parent.parent),
+    str(Path(__file__).parent.parent / "tests/compile"),
+]
+
+import harness  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from tpu_target import CHIPS, Chip, available, compile_for  # noqa: E402
+
+from pallas_kernels.layout import BatchView, KVLayout, KVStore, kv_format  # noqa: E402
+from pallas_kernels.paged_attention.shapes import SPEED, Case  # noqa: E402
+from pallas_kernels.paged_attention.tpu import paged_attention_tpu  # noqa: E402
+from pallas_kernels.paged_attention.tpu_plan import Tuning, make_plan  # noqa: E402
+
+STOCK_CHUNK = 512  # tokens per iteration of the stock kernels
+LIMITS = {  # bundles per KiB on v5e, bfloat16, by model and block size
+    "qwen3_8b": {16: 1.0, 32: 0.7, 64: 0.7, 128: 0.7},
+    "qwen2.5_0.5b": {16: 2.0, 32: 2.0, 64: 2.0, 128: 2.0},
+}
+LINE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*((?:> ?)*)\s*\{(\}?)")
+
+
+def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    """An array that exists only as shape and dtype."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def loop_bundles(text: str) -> int:
+    """Returns the bundles of the innermost loop that holds most of a kernel's code.
+
+    `>` marks show how deep in loops a bundle is; the outermost loop is the grid.  A run of bundles at some depth is a
+    loop; as long as one deeper run holds more than half of it, that one is the loop that matters.
+    """
+    depths: list[int] = []
+    for match in filter(None, map(LINE.match, text.splitlines())):
+        is_empty = match[2] == "}"  # waits after a branch; they carry no marks
+        depths.append(depths[-1] if is_empty and depths else match[1].count(">"))
+    run, depth = depths, 1
+    while True:
+        depth += 1
+        runs, current = [], []
+        for d in [*run, 0]:
+            if d >= depth:
+                current.append(d)
+            elif current:
+                runs.append(current)
+                current = []
+        deepest = max(runs, key=len, default=[])
+        if depth > 2 and len(deepest) <= len(run) / 2:
+            return len(run)
+        run = deepest
+
+
+def bundles_of(chip: Chip, function: Callable[..., Any], *args: Any) -> int:
+    """Compiles a call and returns the bundles of the largest main loop of its kernels."""
+    compile_for(chip, function, *args)
+    files = [f for f in DUMP.glob("*-final_bundles.txt") if "schedule-analysis" not in f.name]
+    bundles = max(loop_bundles(file.read_text()) for file in files)
+    for file in DUMP.iterdir():
+        file.unlink()
+    return bundles
+
+
+def ours(chip: Chip, case: Case, as_bits: bool) -> float:
+    """Returns bundles per KiB of our kernel."""
+    rows, context = len(case.lens), case.lens[0][1]
+    columns = context // case.block_size
+    layout = KVLayout(
+        1,
+        rows * columns,
+        case.num_kv_heads,
+        case.block_size,
+        case.head_dim,
+        kv_format(case.format),
+        as_bits,
+    )
+    dtype = layout.format.dtype
+    q = array(rows, 1, case.num_q_heads, case.head_dim, dtype=dtype)
+    view = BatchView(array(rows, columns), array(rows), array(rows), array(rows, 1))
+
+    def call(q, store, layer, view):
+        return paged_attention_tpu(
+            q, store, layer, view, scale=case.softmax_scale, soft_cap=None, window=None
+        )
+
+    store = KVStore(array(*layout.shape, dtype=layout.dtype), layout)
+    bundles = bundles_of(chip, call, q, store, array(), view)
+    plan = make_plan(q.shape, dtype, layout, columns, Tuning())
+    nbytes = plan.chunk_len * case.num_kv_heads * 2 * case.head_dim * dtype.itemsize
+    return bundles / (nbytes / 1024)
+
+
+def stock_paged(chip: Chip, case: Case) -> float:
+    """Returns bundles per KiB of jax.experimental.pallas.ops.tpu.paged_attention."""
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    rows, columns = len(case.lens), case.lens[0][1] // case.block_size
+    pool = array(
+        case.num_kv_heads, rows * columns, case.block_size, case.head_dim, dtype=jnp.bfloat16
+    )
+    q = array(rows, case.num_q_heads, case.head_dim, dtype=jnp.bfloat16)
+
+    def call(q, k, v, lens, table):
+        return paged_attention(
+            q, k, v, lens, table, pages_per_compute_block=STOCK_CHUNK // case.block_size
+        )
+
+    bundles = bundles_of(chip, call, q, pool, pool, array(rows), array(rows, columns))
+    return bundles / (STOCK_CHUNK * 2 * case.head_dim * 2 / 1024)  # one head per iteration
+
+
+def stock_ragged(chip: Chip, case: Case) -> float:
+    """Returns bundles per KiB of jax.experimental.pallas.ops.tpu.ragged_paged_attention."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    rows, columns = len(case.lens), case.lens[0][1] // case.block_size
+    pool = array(
+        rows * columns, case.block_size, 2 * case.num_kv_heads, case.head_dim, dtype=jnp.bfloat16
+    )
+    q = array(rows, case.num_q_heads, case.head_dim, dtype=jnp.bfloat16)
+
+    def call(q, pool, lens, table, starts, count):
+        return ragged_paged_attention(
+            q,
+            pool,
+            lens,
+            table,
+            starts,
+            count,
+            num_kv_pages_per_block=STOCK_CHUNK // case.block_size,
+            num_queries_per_block=4,  # its cheapest for one query a sequence (8: a fifth more)
+            vmem_limit_bytes=64 * 2**20,
+        )
+
+    args = (array(rows), array(rows, columns), array(rows + 1), array(1))
+    bundles = bundles_of(chip, call, q, pool, *args)
+    return bundles / (STOCK_CHUNK * case.num_kv_heads * 2 * case.head_dim * 2 / 1024)
+
+
+def stock_results(chip: Chip, case: Case, shapes: dict[str, Any]) -> list[harness.Result]:
+    """Returns a result per stock kernel that takes the case; what one refuses is not a number to report."""
+    results = []
+    for name, measure in (("stock_paged", stock_paged), ("stock_ragged", stock_ragged)):
+        metric = f"static_tpu.{chip.name}.bfloat16.block{case.block_size}.{name}.bundles_per_kib"
+        try:
+            results.append(harness.Result(metric, measure(chip, case), "bundles/KiB", dict(shapes)))
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0][:60]
+            print(f"{metric}: unsupported at head_dim {case.head_dim}: {reason}", file=sys.stderr)
+    return results
+
+
+def run(quick: bool) -> list[harness.Result]:
+    """Returns all results: our kernel per chip, format and case; the stock kernels on v5e."""
+    results = []
+    cases = [case for case in SPEED if not quick or case.block_size == 16]
+    formats = [("bfloat16", False)] if quick else [("bfloat16", False), ("float32", False)]
+    for chip in [CHIPS["v5e"]] if quick else CHIPS.values():
+        for case in cases:
+            model = case.name.partition("_block")[0]
+            shapes = {
+                "model": model,
+                "batch": len(case.lens),
+                "context": case.lens[0][1],
+                "heads": f"{case.num_q_heads}/{case.num_kv_heads}",
+                "head_dim": case.head_dim,
+            }
+            stock = stock_results(chip, case, shapes) if chip.name == "v5e" else []
+            results += stock
+            for format, as_bits in formats:
+                value = ours(chip, dataclasses.replace(case, format=format), as_bits)
+                best = min(stock, key=lambda r: r.value, default=None)
+                is_ruled = chip.name == "v5e" and format == "bfloat16"
+                suffix = "" if model == "qwen3_8b" else f".{model.replace('.', '_')}"
+                metric = f"static_tpu.{chip.name}.{format}.block{case.block_size}{suffix}"
+                results.append(
+                    harness.Result(
+                        f"{metric}.bundles_per_kib",
+                        value,
+                        "bundles/KiB",
+                        shapes,
+                        versus=best.metric.split(".")[-2] if best and is_ruled else None,
+                        versus_value=best.value if best and is_ruled else None,
+                        ratio=value / best.value if best and is_ruled else None,
+                        limit=LIMITS[model][case.block_size] if is_ruled else None,
+                    )
+                )
+    return results
+
+
+if __name__ == "__main__":
+    try:
+        if available() is not None:
+            sys.exit(f"static_tpu: {available()}")
+        harness.main("TPU decode attention: bundles per KiB of K and V in the loop over keys", run)
+    finally:
+        shutil.rmtree(DUMP, ignore_errors=True)
