@@ -45,9 +45,9 @@ def paged_attention_reference(
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
     weights = jnp.where(seen, jnp.exp(scores - peak), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    probs = weights / jnp.where(total > 0, total, 1.0)
+    probs = weights / jnp.where(total != 0, total, 1.0)
     some_query_sees = jnp.any(seen, axis=(1, 2))[:, None, :, None]  # [row, 1, key, 1]
     values = jnp.where(some_query_sees, values, 0.0)
     out = jnp.einsum("rqhk,rhkd->rqhd", probs, values, precision="highest")
-    lse = jnp.where(total > 0, peak + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    lse = jnp.where(total != 0, peak + jnp.log(jnp.where(total != 0, total, 1.0)), -jnp.inf)
     return out.astype(q.dtype), lse[..., 0]

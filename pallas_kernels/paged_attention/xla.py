@@ -119,7 +119,7 @@ def paged_attention_xla(
     end = (jnp.max(num_full) + columns - 1) // columns
     state = jax.lax.fori_loop(first, end, full_chunk, state)
     # A row without full blocks has read somebody's block with weight 0; 0 * NaN must not stay.
-    state = state._replace(acc=jnp.where(state.total[..., None] > 0, state.acc, 0.0))
+    state = state._replace(acc=jnp.where(state.total[..., None] == 0, 0.0, state.acc))
 
     open_ids = jnp.take_along_axis(tables, jnp.minimum(num_full, tables.shape[1] - 1), axis=1)
     written = num_full * block_size + slot < view.kv_lens[:, None]
@@ -127,9 +127,10 @@ def paged_attention_xla(
     values = jnp.where(written[:, None, :, None], values, 0.0)
     state = attend(state, keys, values, num_full * block_size + slot, view.kv_lens[:, None])
 
-    total = jnp.where(state.total > 0, state.total, 1.0)
-    out = jnp.where(state.total[..., None] > 0, state.acc / total[..., None], 0.0)
-    lse = jnp.where(state.total > 0, state.peak + jnp.log(total), -jnp.inf)
+    empty = state.total == 0  # not "total > 0": a NaN that a query sees must reach the output
+    total = jnp.where(empty, 1.0, state.total)
+    out = jnp.where(empty[..., None], 0.0, state.acc / total[..., None])
+    lse = jnp.where(empty, -jnp.inf, state.peak + jnp.log(total))
     out = out.reshape(rows, heads, query_len, group, head_dim).transpose(0, 2, 1, 3, 4)
     lse = lse.reshape(rows, heads, query_len, group).transpose(0, 2, 1, 3)
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(rows, query_len, num_q_heads)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fast_compile import FAST_COMPILE
 from plain_model import PlainCache
 
 from jaxkv import (
@@ -83,7 +84,7 @@ class Programs:
                 assert next(traces) == 1, "a transition was traced again: its shapes are not static"
                 return function(*args)
 
-            return jax.jit(traced)
+            return jax.jit(traced, compiler_options=FAST_COMPILE)
 
         self.append = once(append)
         self.read_all = once(read_all)

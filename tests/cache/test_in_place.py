@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from fake_model import fake_model
+from fast_compile import FAST_COMPILE
 
 from jaxkv import CacheConfig, decode_loop, fork, init_cache, release, reserve, truncate
 from jaxkv.sampling import SamplingParams, sampling_state
@@ -79,7 +80,7 @@ def test_generation_program_updates_the_cache_in_place(program: str, format: str
         "decode": (shape(),),
     }[program]
     step = functools.partial(getattr(decode_loop, program), config)
-    compiled = jax.jit(step, donate_argnums=1).lower(model, state, *arguments).compile()
+    compiled = jax.jit(step, donate_argnums=1).lower(model, state, *arguments).compile(FAST_COMPILE)
     check_in_place(compiled, state, config)
 
 
@@ -89,7 +90,7 @@ def compile_transition(transition: Any, config: CacheConfig) -> tuple[Any, Any]:
     rows = (shape(ROWS, dtype=bool),) if transition is release else (shape(ROWS), shape(ROWS))
     options = {"query_len": 64} if transition is reserve else {}
     step = functools.partial(transition, config, **options)
-    return jax.jit(step, donate_argnums=0).lower(cache, *rows).compile(), cache
+    return jax.jit(step, donate_argnums=0).lower(cache, *rows).compile(FAST_COMPILE), cache
 
 
 @pytest.mark.parametrize("transition", [reserve, fork, truncate, release], ids=lambda f: f.__name__)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast_compile import FAST_COMPILE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles.attention import TOLERANCES, paged_attention_oracle, worst_row_error
@@ -23,7 +24,11 @@ IMPLEMENTATIONS = ("xla", "reference")
 both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "return_lse"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("implementation", "return_lse"),
+    compiler_options=FAST_COMPILE,
+)
 def attention(q: Any, store: KVStore, layer: Any, view: BatchView, **options: Any) -> Any:
     """The op under jit; scale, soft cap and window are traced."""
     return paged_attention(q, store, layer, view, **options)
@@ -298,6 +303,31 @@ def test_attention_zero_key_counts_as_a_token(implementation: str) -> None:
     )
     np.testing.assert_array_equal(out[0, 0, 0], 3)
     assert float(lse[0, 0, 0]) == 0
+
+
+@both
+def test_attention_nan_in_a_seen_key_reaches_the_output(implementation: str) -> None:
+    """Field case O6: what a query sees and is not a number must not turn into zeros."""
+    k = np.ones((6, 1, 8))
+    k[1] = np.nan
+    store, view = small(k, np.ones_like(k))
+    for kv_len in (3, 6):  # in the open block, in a full one
+        view = dataclasses.replace(
+            view,
+            kv_lens=jnp.array([kv_len], jnp.int32),
+            positions=jnp.array([[kv_len - 1]], jnp.int32),
+        )
+        out, lse = attention(
+            jnp.ones((1, 1, 1, 8)),
+            store,
+            0,
+            view,
+            scale=1.0,
+            implementation=implementation,
+            return_lse=True,
+        )
+        assert np.all(np.isnan(out))
+        assert np.all(np.isnan(lse))
 
 
 # Numbers ----------------------------------------------------------------------------------------------
