@@ -136,9 +136,9 @@ def test_write_compiles_in_place(chip, format, query_len):
     view = make_view(4, 64, query_len)
     compiled = compile_for(chip, write_kv_tpu, store, arrays(()), tokens, tokens, view, donate=(0,))
     memory = compiled.memory_analysis()
-    activations = 4 * tokens.size * 2
+    fused = 2 * tokens.size * store.layout.format.itemsize  # K and V side by side; then as tiles
     assert memory.alias_size_in_bytes == store.layout.nbytes
-    assert memory.temp_size_in_bytes <= activations
+    assert memory.temp_size_in_bytes <= 0.01 * store.layout.nbytes + 2 * fused
 
 
 @chips
