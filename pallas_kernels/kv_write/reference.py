@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from pallas_kernels.layout import Array, BatchView, KVStore, encode
 
 
-def write_kv_reference(store: KVStore, layer: Array, k: Array, v: Array, view: BatchView) -> KVStore:
+def write_kv_reference(
+    store: KVStore, layer: Array, k: Array, v: Array, view: BatchView
+) -> KVStore:
     """Returns the store with the new tokens written; see spec.py."""
     layout = store.layout
     rows, query_len = view.positions.shape

@@ -24,6 +24,8 @@ Invariants:
     entries are never dereferenced.
   * Slots no query sees may hold NaN: scores are selected, and V rows of a tile that is not wholly seen
     are overwritten with zeros in SMEM before they are multiplied.
+  * head_dim that is no multiple of 64: V^T takes in the last columns of K, up to the 64 rows wgmma works on
+    (`value_width`); the rows they give are cut off outside.
   * The running peak starts at a finite floor, so exp2 never sees inf - inf; a query that sees nothing
     keeps sum 0 and gives zeros and lse -inf.
 """
@@ -62,13 +64,13 @@ class Refs:
     q_lens: Any  # i32[row]
     q: Any  # [row * q_pos * q_head, head_dim]
     kv: Any  # [layer * block * kv_head, block_size, 2 * head_dim]
-    out: Any  # [split, row * q_pos * q_head, head_dim]
-    lse: Any  # f32[1, row, kv_head, query tile, column]; with splits the shape of out, spread over head_dim
+    out: Any  # [split, row * q_pos * q_head, value_width]
+    lse: Any  # f32[1, row, kv_head, query tile, column]; with splits the shape of out
     q_smem: Any  # [column, head_dim]
     kv_smem: Any  # [stage, token, 2 * head_dim]
     p_smem: Any  # [column, token]
-    o_smem: Any  # [column, head_dim]
-    lse_smem: Any  # f32[column]; with splits [column, head_dim]
+    o_smem: Any  # [column, value_width]
+    lse_smem: Any  # f32[column]; with splits [column, value_width]
     q_ready: Any  # barrier
     full: Any  # barrier[stage]: the tile has arrived
     empty: Any  # barrier[stage]: the tile has been used
@@ -148,7 +150,7 @@ def fetch_tiles(plan: Plan, refs: Refs, work: Work) -> None:
 def attend(plan: Plan, refs: Refs, work: Work) -> None:
     """Consumer warpgroup: the running softmax over the tiles, then the results."""
     wgmma_layout = plgpu.Layout.WGMMA
-    tile, columns, head_dim = plan.tile, plan.columns, plan.head_dim
+    tile, columns, head_dim, width = plan.tile, plan.columns, plan.head_dim, plan.value_width
     first_row = (work.row * plan.query_len + work.query) * plan.num_q_heads + work.head * plan.group
 
     def spread(x, height):  # f32[column] -> f32[height, column]
@@ -184,20 +186,20 @@ def attend(plan: Plan, refs: Refs, work: Work) -> None:
             seen &= token > query_position - refs.window[0]
         return jnp.where(seen, scores, -jnp.inf)
 
-    def clear_unseen(values, t):  # SMEM [token, head_dim]
+    def clear_unseen(values, t):  # SMEM [token, value_width]
         @pl.when((t * tile < work.first) | ((t + 1) * tile > work.last))
         def _clear():
-            token = iota((tile, head_dim), 0) + t * tile
+            token = iota((tile, width), 0) + t * tile
             loaded = values[...]
             seen = (token >= work.first) & (token < work.last)
             values[...] = jnp.where(seen, loaded, jnp.zeros_like(loaded))
 
     def step(t, carry):
-        acc, peak, total = carry  # f32[head_dim, column], f32[column], f32[token, column]
+        acc, peak, total = carry  # f32[value_width, column], f32[column], f32[token, column]
         stage = lax.rem(t - work.begin, jnp.int32(plan.stages))
         plgpu.barrier_wait(refs.full.at[stage])
         keys = refs.kv_smem.at[stage, :, pl.ds(0, head_dim)]
-        values = refs.kv_smem.at[stage, :, pl.ds(head_dim, head_dim)]
+        values = refs.kv_smem.at[stage, :, pl.ds(2 * head_dim - width, width)]
         raw = multiply(keys, plgpu.transpose_ref(refs.q_smem, (1, 0)), (tile, columns))
         scores = base2_scores(raw, t)
         new_peak = jnp.maximum(peak, scores.max(axis=0))
@@ -212,13 +214,13 @@ def attend(plan: Plan, refs: Refs, work: Work) -> None:
         update = multiply(
             plgpu.transpose_ref(values, (1, 0)),
             plgpu.transpose_ref(refs.p_smem, (1, 0)),
-            (head_dim, columns),
+            (width, columns),
         )
         plgpu.barrier_arrive(refs.empty.at[stage])
-        return acc * spread(fade, head_dim) + update, new_peak, total
+        return acc * spread(fade, width) + update, new_peak, total
 
     start = (
-        plgpu.layout_cast(jnp.zeros((head_dim, columns), jnp.float32), wgmma_layout),
+        plgpu.layout_cast(jnp.zeros((width, columns), jnp.float32), wgmma_layout),
         plgpu.layout_cast(jnp.full((columns,), PEAK_FLOOR, jnp.float32), wgmma_layout.reduce(0)),
         plgpu.layout_cast(jnp.zeros((tile, columns), jnp.float32), wgmma_layout),
     )
@@ -233,11 +235,11 @@ def store_results(plan: Plan, refs: Refs, work: Work, first_row, acc, peak, tota
     XLA makes a single elementwise kernel of it.
     """
 
-    def spread(x):  # f32[column] -> f32[head_dim, column]
-        x = lax.broadcast_in_dim(x, (plan.head_dim, plan.columns), [1])
+    def spread(x):  # f32[column] -> f32[value_width, column]
+        x = lax.broadcast_in_dim(x, (plan.value_width, plan.columns), [1])
         return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
-    def store_transposed(ref, x):  # [head_dim, column] -> SMEM [column, head_dim]
+    def store_transposed(ref, x):  # [value_width, column] -> SMEM [column, value_width]
         x = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.transpose_ref(ref, (1, 0))[...] = x
 
@@ -339,22 +341,22 @@ def paged_attention_hopper(
         inputs["soft_cap"] = jnp.asarray(soft_cap, jnp.float32).reshape(1)
     if window is not None:
         inputs["window"] = jnp.asarray(window, jnp.int32).reshape(1)
-    out_shape = (plan.splits, rows * query_len * num_q_heads, head_dim)
+    out_shape = (plan.splits, rows * query_len * num_q_heads, plan.value_width)
     if plan.splits == 1:
         out_dtype, lse_tile = q.dtype, (plan.columns,)
         lse_shape = (1, rows, plan.num_kv_heads, plan.query_tiles, plan.columns)
     else:
-        out_dtype, lse_tile, lse_shape = jnp.float32, (plan.columns, head_dim), out_shape
+        out_dtype, lse_tile, lse_shape = jnp.float32, (plan.columns, plan.value_width), out_shape
     outputs = {
         "out": jax.ShapeDtypeStruct(out_shape, out_dtype),
         "lse": jax.ShapeDtypeStruct(lse_shape, jnp.float32),
     }
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tiled = (plgpu.TilingTransform((8, plan.swizzle // 2)), plgpu.SwizzleTransform(plan.swizzle))
     scratch = {
         "q_smem": plgpu.SMEM((plan.columns, head_dim), plan.dtype, transforms=tiled),
         "kv_smem": plgpu.SMEM((plan.stages, plan.tile, 2 * head_dim), plan.dtype, transforms=tiled),
         "p_smem": plgpu.SMEM((plan.columns, plan.tile), plan.dtype, transforms=tiled),
-        "o_smem": plgpu.SMEM((plan.columns, head_dim), out_dtype),
+        "o_smem": plgpu.SMEM((plan.columns, plan.value_width), out_dtype),
         "lse_smem": plgpu.SMEM(lse_tile, jnp.float32),
         "q_ready": plgpu.Barrier(num_arrivals=plan.query_tile),
         "full": plgpu.Barrier(num_arrivals=plan.tile // plan.piece, num_barriers=plan.stages),
@@ -378,8 +380,9 @@ def paged_attention_hopper(
         thread_name="warpgroup",
         interpret=interpret or None,
     )(*inputs.values())
+    out = out[..., plan.value_width - head_dim :]
     if plan.splits > 1:
-        out, lse = combine(out, lse)
+        out, lse = combine(out, lse[..., plan.value_width - head_dim :])
         return out.astype(q.dtype).reshape(q.shape), lse[:, 0].reshape(q.shape[:3])
     lse = lse.reshape(rows, plan.num_kv_heads, -1, plan.head_columns)
     lse = lse[:, :, :query_len, : plan.group].transpose(0, 2, 1, 3)

@@ -56,6 +56,16 @@ class Plan:
         return self.head_columns * self.query_tile
 
     @property
+    def value_width(self) -> int:
+        """Columns [2 * head_dim - value_width, 2 * head_dim) of a token that V^T takes: head_dim, up to 64s."""
+        return -(-self.head_dim // 64) * 64
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes of a row of the SMEM tiles: the widest that K and V both fill."""
+        return next(s for s in (128, 64, 32) if self.head_dim % (s // 2) == 0)
+
+    @property
     def query_tiles(self) -> int:
         """Query tiles of a row."""
         return -(-self.query_len // self.query_tile)
@@ -84,7 +94,7 @@ def make_plan(
     head_columns = -(-num_q_heads // layout.num_kv_heads // 8) * 8
     for name, value, good, supported in (
         ("format", layout.format.name, layout.format.itemsize == 2, "bfloat16, float16"),
-        ("head_dim", head_dim, head_dim in (64, 128, 256), "64, 128, 256"),
+        ("head_dim", head_dim, head_dim in range(32, 257, 16), "multiples of 16 from 32 to 256"),
         ("block_size", layout.block_size, layout.block_size % 8 == 0, "multiples of 8"),
         ("query heads per kv head", head_columns, head_columns <= 64, "at most 64"),
     ):
@@ -92,10 +102,11 @@ def make_plan(
             raise NotImplementedError(f"hopper: {name}: supported are {supported}; got {value}")
     query_tile = min(query_len, max(1, 32 // head_columns))
     columns = query_tile * head_columns
-    tile = 128 if head_dim == 64 and columns <= 16 else 64
+    tile = 128 if head_dim <= 64 and columns <= 16 else 64
     # Two thread blocks share a multiprocessor where a few columns leave room for it.
     budget = SMEM_BYTES // (2 if columns <= 16 and head_dim <= 128 else 1) - 1024
-    fixed = columns * (head_dim * (2 + 4 + 4) + tile * 2 + 4) + 3 * 1024
+    width = -(-head_dim // 64) * 64
+    fixed = columns * (width * (2 + 4 + 4) + tile * 2 + 4) + 3 * 1024
     stages = min(6, (budget - fixed) // (tile * 2 * head_dim * 2))
     blocks = rows * layout.num_kv_heads * -(-query_len // query_tile)
     if splits is None:

@@ -46,13 +46,15 @@ def test_fork_three_children_in_any_order_each_keep_the_parents_tokens(
 
 
 @pytest.mark.parametrize("siblings", [1, 2, 3, 4, 5])
-def test_reserve_k_siblings_into_one_tail_costs_k_minus_1_copies(siblings: int) -> None:
-    driver = Driver(WIDE, rows=6)
+def test_reserve_k_siblings_into_one_tail_needs_k_minus_1_blocks(siblings: int) -> None:
+    """The pool has exactly the blocks for k - 1 copies: a k-th, even one given back at once, is refused."""
+    driver = Driver(dataclasses.replace(WIDE, num_blocks=6), rows=6)
     driver.append((0, 6))
+    for _ in range(5 - siblings):
+        driver.append((5, 4))
     driver.fork(*[(0, slot) for slot in range(1, siblings)])
-    free = driver.num_free
-    driver.append(*[(slot, 1) for slot in range(siblings)])
-    assert free - driver.num_free == siblings - 1
+    assert driver.append(*[(slot, 1) for slot in range(siblings)]) == StatusBit(0)
+    assert driver.num_free == 0
     assert [driver.refs(slot)[1] for slot in range(siblings)] == [1] * siblings
 
 

@@ -104,6 +104,8 @@ OTHERS = [
     {**QWEN3_8B, "query_len": 512, "rows": 1},
     {**QWEN25_05B, "query_len": 512, "rows": 1, "bounded": True},
     {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 256},
+    {"num_q_heads": 32, "num_kv_heads": 32, "head_dim": 96},
+    {"num_q_heads": 32, "num_kv_heads": 32, "head_dim": 80},
     {"num_q_heads": 64, "num_kv_heads": 1, "head_dim": 128},
 ]
 

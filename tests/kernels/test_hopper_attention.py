@@ -64,6 +64,22 @@ OWN_CASES = (
         num_kv_heads=1,
     ),
     Case(
+        "head_dim_96",
+        head_dim=96,
+        block_size=64,
+        lens=((1, 70), (1, 64)),
+        format="bfloat16",
+        num_kv_heads=1,
+    ),
+    Case(
+        "head_dim_80_two_queries",
+        head_dim=80,
+        block_size=32,
+        lens=((2, 70),),
+        format="bfloat16",
+        num_kv_heads=1,
+    ),
+    Case(
         "head_dim_256",
         head_dim=256,
         block_size=64,
@@ -93,9 +109,9 @@ def plan_of(case: Case, **changes):
     return make_plan(layout, q_shape, 4, **changes)
 
 
-def make_call(interpreter, case, *, splits=None, **params):  # noqa: F811
+def make_call(interpreter, case, *, splits=None, out_of_bounds_reads="uninitialized", **params):  # noqa: F811
     """Returns the jitted kernel; soft cap and window are traced, as a model may pass them."""
-    params = interpreter(out_of_bounds_reads="uninitialized", **params)
+    params = interpreter(out_of_bounds_reads=out_of_bounds_reads, **params)
     bounds = {"soft_cap": case.soft_cap, "window": case.window}
     traced = {name: jnp.asarray(value) for name, value in bounds.items() if value is not None}
 
@@ -188,6 +204,17 @@ def test_ring_has_no_races_when_it_wraps(interpreter):  # noqa: F811
     assert not gpu_callbacks.get_races().races_found
 
 
+def test_nothing_is_read_out_of_bounds(interpreter):  # noqa: F811
+    # Eight query heads per kv head fill the columns, so that even q needs no rows from past its end; the
+    # last tile has room for more blocks than the table has columns.
+    case = dataclasses.replace(
+        find("decode_bfloat16_block8"), num_q_heads=8, num_kv_heads=1, lens=((1, 72),), max_blocks=9
+    )
+    inputs = make_inputs(case)
+    run = make_call(interpreter, case, out_of_bounds_reads="raise")
+    check(case, inputs, *run(inputs))
+
+
 def test_combine_of_empty_parts_is_empty_and_of_one_part_is_that_part():
     merged, merged_lse = combine(
         jnp.asarray([[0.0, 0.0], [0.0, 3.0]]), jnp.asarray([[-jnp.inf, -jnp.inf], [-jnp.inf, 0.5]])
@@ -200,7 +227,7 @@ def test_combine_of_empty_parts_is_empty_and_of_one_part_is_that_part():
     ("changes", "message"),
     [
         ({"format": "float32"}, "format: supported are bfloat16, float16; got float32"),
-        ({"head_dim": 80}, "head_dim: supported are .*; got 80"),
+        ({"head_dim": 72}, "head_dim: supported are multiples of 16 from 32 to 256; got 72"),
         ({"block_size": 12}, "block_size: supported are multiples of 8; got 12"),
         ({"num_q_heads": 130}, "query heads per kv head: supported are at most 64"),
     ],
