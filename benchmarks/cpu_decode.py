@@ -38,7 +38,7 @@ class Ours:
     """The jitted loop of jaxkv, its sequences prefilled to CONTEXT_LEN tokens."""
 
     def __init__(self, path: Path, total_steps: int) -> None:
-        self.model = load(path).model
+        self.model = load(path).model.spread()
         config = self.model.config
         blocks = -(-(CONTEXT_LEN + total_steps + 1) // 16)
         self.cache_config = CacheConfig(
