@@ -150,7 +150,7 @@ class Chunks:
         """Waits for the copies of one chunk; for a whole one at once, by its bytes."""
         size = self.plan.chunk_blocks
 
-        def wait_for(view):
+        def wait_for(view):  # a wait counts bytes; which copy brought them does not matter
             pltpu.make_async_copy(view, view, self.sems_ref.at[slot]).wait()
 
         @pl.when(num_blocks >= size)
@@ -249,8 +249,7 @@ class Softmax:
         lse = jnp.where(is_empty, NEG_INF, self.peak_ref[head] + jnp.log(total))
         for start in range(0, plan.num_queries, LANES):
             part = lse[start : start + LANES]  # [query, 128]: its diagonal is the row wanted
-            shape = part.shape
-            query, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+            query, lane = (lax.broadcasted_iota(jnp.int32, part.shape, axis) for axis in (0, 1))
             row = jnp.sum(jnp.where(query == lane, part, 0.0), axis=0, keepdims=True)
             lse_ref[head, :, start : start + LANES] = row
         out = self.acc_ref[head] / widen(total, plan.value_width)
@@ -262,16 +261,14 @@ def widen(x: Array, num_lanes: int) -> Array:
     return jnp.concatenate([x] * -(-num_lanes // LANES), axis=1)[:, :num_lanes]
 
 
-def seen_mask(
-    plan: Plan, span: Span, key0: Array, num_queries: Array, window: Array | None
-) -> Array:
+def seen_mask(plan: Plan, span: Span, key0: Array, num_valid: Array, window: Array | None) -> Array:
     """Returns bool[query, key]: which keys of a chunk each query of a tile sees.
 
     Query m has position base + m // group; multiplying the key side by `group` avoids the division.
     """
     query = lax.broadcasted_iota(jnp.int32, (plan.num_queries, plan.chunk_len), 0)
     key = lax.broadcasted_iota(jnp.int32, query.shape, 1) + (key0 - span.base)
-    seen = (query >= key * plan.group) & (query < num_queries * plan.group)
+    seen = (query >= key * plan.group) & (query < num_valid * plan.group)
     if window is not None:
         seen &= query < (key + window) * plan.group
     return seen
@@ -325,8 +322,7 @@ def kernel(
 
     @pl.when((row == begin) & (tile == 0))
     def _first_of_core():
-        turn_ref[0] = 0
-        turn_ref[1] = 1
+        turn_ref[0], turn_ref[1] = 0, 1
         first_row = rows.next_row(begin - 1)
 
         @pl.when(first_row < rows.end)
@@ -397,8 +393,8 @@ def answer_tile(
         chunks.wait(span.num_blocks - done, slot)
         key0 = (span.first_block + done) * plan.block_size
         chunks.clear_unseen(span, key0, slot)
-        num_queries = rows.q_len(row) - tile * plan.tile_len
-        seen = seen_mask(plan, span, key0, num_queries, rows.window)
+        num_valid = rows.q_len(row) - tile * plan.tile_len
+        seen = seen_mask(plan, span, key0, num_valid, rows.window)
         for_heads(plan, lambda head: softmax.add(chunks, slot, head, seen))
 
     turn_ref[0] = turn + num_chunks
