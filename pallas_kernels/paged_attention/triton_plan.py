@@ -53,6 +53,9 @@ def choose_tiling(
     if layout.format.itemsize == 4:
         query_rows = min(query_rows, 32)
         keys = 16 if wide or query_rows > 16 else 32
+        warps = (
+            8 if query_rows == 32 and head_dim > 64 else 4
+        )  # 4: sm_90 spills; 8 at 64: sm_80 does
     elif terms_of(q_dtype, layout.format.dtype) > 1:
         query_rows = min(query_rows, 16 if wide else 32)
         keys = 32 if wide or query_rows > 16 else 64
