@@ -117,28 +117,38 @@ class Transformers:
             for _ in range(STEPS):
                 self.last = self._forward(self.last).logits[:, -1:].argmax(-1)
 
-    def generate_seconds(self, num_tokens: int) -> float:
-        """Returns how long `generate` takes for the prompts and `num_tokens` more."""
-        begin = time.perf_counter()
+    def generate_seconds(self, rounds: int) -> list[float]:
+        """Returns what STEPS tokens of `generate` take, `rounds` times in one run after its prefill."""
+        ticks: list[float] = []
+
+        def tick(ids: Any, scores: Any, **_: Any) -> Any:
+            ticks.append(time.perf_counter())
+            return self.torch.zeros(len(ids), dtype=self.torch.bool)
+
         with self.torch.inference_mode():
             self.model.generate(
                 self.tokens,
                 attention_mask=self.torch.ones_like(self.tokens),
-                max_new_tokens=num_tokens,
-                min_new_tokens=num_tokens,
+                max_new_tokens=1 + rounds * STEPS,
+                min_new_tokens=1 + rounds * STEPS,
                 do_sample=False,
                 pad_token_id=0,
+                stopping_criteria=[tick],
             )
-        return time.perf_counter() - begin
+        ends = ticks[::STEPS]
+        return [end - begin for begin, end in zip(ends, ends[1:])]
 
 
 def copy_bandwidth() -> float:
-    """Returns bytes read and written per second by a large copy, the best of several."""
-    source = jnp.ones(64 * 2**20, jnp.float32)
-    copy = jax.jit(lambda x: x * 2)
-    jax.block_until_ready(copy(source))
-    best = min(harness.seconds(lambda: copy(source)) for _ in range(5))
-    return 2 * source.nbytes / best
+    """Returns bytes read and written per second by a large copy in place (fresh pages would cost more than the copy), the best of several."""
+    copy = jax.jit(lambda x: x * 2, donate_argnums=0)
+    buffer = copy(jnp.ones(64 * 2**20, jnp.float32))
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        buffer = jax.block_until_ready(copy(buffer))
+        times.append(time.perf_counter() - begin)
+    return 2 * buffer.nbytes / min(times)
 
 
 def model_path() -> Path:
@@ -172,10 +182,8 @@ def run(quick: bool) -> list[harness.Result]:
         jax.block_until_ready(ours.steps())
         theirs.forward_steps()
     mine, forward = harness.alternate(rounds, ours.steps, theirs.forward_steps)
-    generate = []
-    for _ in range(generate_rounds):
-        generate.append(theirs.generate_seconds(1 + STEPS) - theirs.generate_seconds(1))
-        mine.append(harness.seconds(ours.steps))
+    generate = theirs.generate_seconds(generate_rounds)
+    mine += harness.alternate(generate_rounds, ours.steps)[0]
 
     step_s = statistics.median(mine) / STEPS
     floor_s = ours.bytes_per_step() / copy_bandwidth()

@@ -76,6 +76,9 @@ def device() -> str:
     return f"{first.platform}: {first.device_kind}"
 
 
+SETTLE_S = 0.3
+
+
 def compile_program(
     function: Callable[..., Any], *args: Any, donate: Sequence[int] = ()
 ) -> Compiled:
@@ -96,11 +99,15 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def alternate(rounds: int, *functions: Callable[[], Any]) -> list[list[float]]:
-    """Times functions in turn, so that each round meets the machine in one mood; seconds per call."""
+    """Times functions in turn, so that each round meets the machine in one mood; seconds per call.
+
+    A short pause comes before each call: worker threads of the one before (OpenMP's spin for a while) must sleep.
+    """
     times: list[list[float]] = [[] for _ in functions]
     for round_ in range(rounds):
         order = range(len(functions)) if round_ % 2 == 0 else reversed(range(len(functions)))
         for index in order:
+            time.sleep(SETTLE_S)
             times[index].append(seconds(functions[index]))
     return times
 
