@@ -8,13 +8,15 @@ Invariants (`check_invariants` tests them on the host):
   * ref counts equal the number of table entries that name the block;
   * free and live blocks partition the pool, the free stack has no duplicates;
   * tables hold ceil(kv_len / block_size) blocks and NO_BLOCK beyond;
-  * nobody writes a block with ref > 1: `reserve` copies a shared open block before it hands it out.
+  * nobody writes a block with ref > 1: `reserve` copies a shared open block before it hands it out;
+  * quantised formats: what has been sealed is never written again (see `open_block`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +25,18 @@ from jaxkv import block_pool
 from jaxkv.block_pool import BlockPool, init_pool
 from jaxkv.block_table import BlockTables, blocks_held, fold_entries, init_tables
 from jaxkv.config import CacheConfig
-from jaxkv.kv_store import init_store
+from jaxkv.kv_store import Store, copy_pairs, init_store
+from jaxkv.open_block import (
+    OpenBlocks,
+    can_truncate,
+    drop_open_blocks,
+    fork_open_blocks,
+    init_open_blocks,
+    truncate_open_blocks,
+    write_open_blocks,
+    writers_that_copy,
+)
 from jaxkv.status import CapacityError, Status, StatusBit, TransitionError, flag, ok_status
-from pallas_kernels.block_copy import copy_blocks
 from pallas_kernels.layout import BatchView, KVStore
 
 Array = jax.Array
@@ -33,17 +44,18 @@ Array = jax.Array
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "tables", "store", "status"],
+    data_fields=["pool", "tables", "store", "status", "open_blocks"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedKVCache:
-    """All state of the cache, a pytree."""
+    """All state of the cache, a pytree.  `open_blocks` is None where the format has none."""
 
     pool: BlockPool
     tables: BlockTables
-    store: KVStore
+    store: Store
     status: Status
+    open_blocks: OpenBlocks | None = None
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +70,7 @@ def init_cache(config: CacheConfig) -> PagedKVCache:
         tables=init_tables(config),
         store=init_store(config),
         status=ok_status(),
+        open_blocks=init_open_blocks(config),
     )
 
 
@@ -111,8 +124,7 @@ def reserve(
     pool, ids = block_pool.take(cache.pool, copies + num_new, width)
     copy_to = jnp.where(copies > 0, ids[:, 0], config.no_block)
     pool = block_pool.drop(pool, jnp.where(copies > 0, tail, config.no_block))
-    order = jnp.argsort(-copies, stable=True)
-    store = copy_blocks(cache.store, tail[order], copy_to[order], jnp.sum(copies))
+    store, open_blocks = _copy_on_write(config, cache, (slot, old_lens, asked), tail, copy_to)
 
     column = (held - copies)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     row = jnp.where(ids < config.no_block, slot[:, None], config.no_seq)
@@ -125,8 +137,14 @@ def reserve(
         bits=cache.status.bits | bits,
         need_blocks=jnp.where(bits & StatusBit.OUT_OF_BLOCKS, need, cache.status.need_blocks),
     )
-    view = _batch_view(config, tables, real, slot, asked, query_len)
-    return PagedKVCache(pool=pool, tables=tables, store=store, status=status), view
+    open_ids = None
+    if open_blocks is not None:
+        open_ids = jnp.where(asked > 0, open_blocks.ids[slot], config.max_seqs)
+    view = _batch_view(config, tables, real, slot, asked, query_len, open_ids)
+    cache = PagedKVCache(
+        pool=pool, tables=tables, store=store, status=status, open_blocks=open_blocks
+    )
+    return cache, view
 
 
 def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> PagedKVCache:
@@ -173,7 +191,12 @@ def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> Pa
         blocks=blocks.at[written].set(old.blocks[source], mode="drop"),
         kv_lens=old.kv_lens.at[written].set(source_lens, mode="drop"),
     )
-    return dataclasses.replace(cache, pool=pool, tables=tables, status=_add_bits(cache, bits))
+    open_blocks = cache.open_blocks
+    if open_blocks is not None:
+        open_blocks = fork_open_blocks(config, open_blocks, source, target, real)
+    return dataclasses.replace(
+        cache, pool=pool, tables=tables, status=_add_bits(cache, bits), open_blocks=open_blocks
+    )
 
 
 def truncate(
@@ -183,6 +206,10 @@ def truncate(
 
     Speculative decoding rolls back with it.  Length 0 empties the slot.  The bytes stay in place but
     nothing reads them: every read is bounded by kv_len.
+
+    Quantised formats cannot cut a sealed block in two, since its tokens are only codes: the new length is a multiple of
+    block_size, or lies in the sequence's last block (also when that has just filled).  To go back further, truncate to the
+    edge of a block and run the tokens after it again, which is exact.
 
     Args:
       config: the cache's config.
@@ -194,19 +221,26 @@ def truncate(
       The cache; on failure unchanged but for `status`.
 
     Status:
-      INVALID_KV_LEN, INVALID_SEQ, DUPLICATE_SEQ.
+      INVALID_KV_LEN, INVALID_SEQ, DUPLICATE_SEQ; SEALED_BLOCK (a quantised block would be cut in two).
     """
     seq_ids, kv_lens = _check_rows(("seq_ids", seq_ids), ("kv_lens", kv_lens))
     real, slot = _slots(config, seq_ids)
     old = cache.tables
-    bits = _slot_bits(config, seq_ids) | flag(
-        StatusBit.INVALID_KV_LEN, jnp.any(real & ((kv_lens < 0) | (kv_lens > old.kv_lens[slot])))
-    )
+    old_lens, open_blocks = old.kv_lens[slot], cache.open_blocks
+    possible = (kv_lens >= 0) & (kv_lens <= old_lens)
+    bits = _slot_bits(config, seq_ids) | flag(StatusBit.INVALID_KV_LEN, jnp.any(real & ~possible))
+    if open_blocks is not None:
+        cuts = ~can_truncate(config, open_blocks, slot, old_lens, kv_lens)
+        bits |= flag(StatusBit.SEALED_BLOCK, jnp.any(real & possible & cuts))
     real &= bits == 0
+    if open_blocks is not None:
+        open_blocks = truncate_open_blocks(config, open_blocks, slot, old_lens, kv_lens, real)
     pool, blocks = _give_back(config, cache.pool, old, slot, blocks_held(config, kv_lens), real)
     written = jnp.where(real, slot, config.no_seq)
     tables = BlockTables(blocks=blocks, kv_lens=old.kv_lens.at[written].set(kv_lens, mode="drop"))
-    return dataclasses.replace(cache, pool=pool, tables=tables, status=_add_bits(cache, bits))
+    return dataclasses.replace(
+        cache, pool=pool, tables=tables, status=_add_bits(cache, bits), open_blocks=open_blocks
+    )
 
 
 def release(config: CacheConfig, cache: PagedKVCache, seq_mask: Array) -> PagedKVCache:
@@ -236,7 +270,12 @@ def release(config: CacheConfig, cache: PagedKVCache, seq_mask: Array) -> PagedK
     slot = jnp.arange(config.max_seqs, dtype=jnp.int32)
     pool, blocks = _give_back(config, cache.pool, old, slot, jnp.zeros_like(slot), real)
     tables = BlockTables(blocks=blocks, kv_lens=jnp.where(real, 0, old.kv_lens))
-    return dataclasses.replace(cache, pool=pool, tables=tables, status=_add_bits(cache, bits))
+    open_blocks = cache.open_blocks
+    if open_blocks is not None:
+        open_blocks = drop_open_blocks(config, open_blocks, slot, real)
+    return dataclasses.replace(
+        cache, pool=pool, tables=tables, status=_add_bits(cache, bits), open_blocks=open_blocks
+    )
 
 
 def clear_status(cache: PagedKVCache) -> PagedKVCache:
@@ -312,10 +351,37 @@ def _shared_tails(
     into_open = (asked > 0) & (old_lens % config.block_size != 0)
     tail = cache.tables.blocks[slot, old_lens // config.block_size]
     tail = jnp.where(into_open, tail, config.no_block)
-    same = (tail[:, None] == tail[None, :]) & into_open[:, None]
-    earlier = jnp.sum(jnp.tril(same, k=-1), axis=1)
-    owners = cache.pool.ref_counts[jnp.minimum(tail, config.num_blocks - 1)]
-    return tail, (into_open & (earlier < owners - 1)).astype(jnp.int32)
+    copies = writers_that_copy(tail, into_open, cache.pool.ref_counts)
+    return tail, copies.astype(jnp.int32)
+
+
+def _copy_on_write(
+    config: CacheConfig,
+    cache: PagedKVCache,
+    rows: tuple[Array, Array, Array],
+    tail: Array,
+    copy_to: Array,
+) -> tuple[Store, OpenBlocks | None]:
+    """Copies the bytes of shared open blocks to where their writers go on.
+
+    Args:
+      config: the cache's config.
+      cache: the cache before.
+      rows: (slot, old_lens, asked), i32[row] each.
+      tail, copy_to: i32[row] ids of the pool's blocks; NO_BLOCK in `copy_to` where nothing is copied.
+
+    Returns:
+      The store, and the open blocks (None if the format has none).
+    """
+    store = cache.store
+    if isinstance(store, KVStore) or cache.open_blocks is None:
+        return copy_pairs(cast(KVStore, store), tail, copy_to), None
+    open_blocks, src, dst = write_open_blocks(config, cache.open_blocks, *rows)
+    wide = None if store.wide is None else copy_pairs(store.wide, tail, copy_to)
+    return (
+        dataclasses.replace(store, open=copy_pairs(store.open, src, dst), wide=wide),
+        open_blocks,
+    )
 
 
 def _give_back(
@@ -352,6 +418,7 @@ def _batch_view(
     slot: Array,
     q_lens: Array,
     query_len: int,
+    open_ids: Array | None,
 ) -> BatchView:
     """Returns the rows of the tables, with positions for their new tokens."""
     kv_lens = jnp.where(real, tables.kv_lens[slot], 0)
@@ -362,4 +429,5 @@ def _batch_view(
         kv_lens=kv_lens,
         q_lens=q_lens,
         positions=jnp.where(offset < q_lens[:, None], positions, 0),
+        open_ids=open_ids,
     )

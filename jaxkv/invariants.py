@@ -47,5 +47,27 @@ def check_invariants(config: CacheConfig, cache: PagedKVCache) -> None:
         if not np.array_equal(owners, refs):
             wrong = np.flatnonzero(owners != refs)
             broken.append(f"blocks {wrong}: refs {refs[wrong]}, owners {owners[wrong]}")
+    broken += _broken_open_blocks(config, cache)
     if broken:
         raise AssertionError("; ".join(broken))
+
+
+def _broken_open_blocks(config: CacheConfig, cache: PagedKVCache) -> list[str]:
+    """Returns what does not hold of the open blocks (see `open_block`)."""
+    if cache.open_blocks is None:
+        return ["no open blocks in a quantised cache"] if config.is_quantised else []
+    pool, ids = cache.open_blocks.pool, np.asarray(cache.open_blocks.ids)
+    kv_lens, none = np.asarray(cache.tables.kv_lens), config.max_seqs
+    refs, free = np.asarray(pool.ref_counts), np.asarray(pool.free_stack)[: int(pool.num_free)]
+    broken = []
+    if np.any((ids < 0) | (ids > none)):
+        broken.append(f"open blocks {ids} outside [0, {none}]")
+    elif not np.array_equal(np.bincount(ids, minlength=none + 1)[:none], refs):
+        broken.append(f"open blocks: refs {refs}, owners of {ids}")
+    if sorted(free.tolist()) != np.flatnonzero(refs == 0).tolist():
+        broken.append(f"free open blocks {sorted(free)} are not those with ref 0")
+    if np.any((kv_lens % config.block_size != 0) & (ids == none)):
+        broken.append(f"a sequence with unsealed tokens has no open block: {kv_lens}, {ids}")
+    if np.any((kv_lens == 0) & (ids != none)):
+        broken.append("an empty slot has an open block")
+    return broken

@@ -6,7 +6,8 @@ from typing import Protocol
 
 import jax
 
-from pallas_kernels.layout import BatchView, KVStore
+from pallas_kernels.cached_attention import Store
+from pallas_kernels.layout import BatchView
 
 Array = jax.Array
 
@@ -18,7 +19,7 @@ class DecoderModel(Protocol):
     argument (a Flax NNX module is one).
     """
 
-    def __call__(self, tokens: Array, store: KVStore, view: BatchView) -> tuple[Array, KVStore]:
+    def __call__(self, tokens: Array, store: Store, view: BatchView) -> tuple[Array, Store]:
         """Runs the new tokens of each row through all layers.
 
         Args:

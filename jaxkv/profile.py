@@ -19,6 +19,8 @@ import numpy as np
 
 from jaxkv import device_bytes, ledger
 from jaxkv.cache import PagedKVCache
+from pallas_kernels.cached_attention import Store
+from pallas_kernels.sealed import QuantisedStore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,9 @@ class MemoryProfile:
       num_seqs: slots in use.
       num_tokens: tokens the slots hold; a shared token counts for each of its sequences.
       weights_bytes: the model's arrays; None where no model was given.
-      kv_total_bytes, kv_used_bytes, kv_peak_bytes: the pool, its live part, its live part at the peak.
+      kv_total_bytes: all bytes of K and V: codes, scales, open blocks.
+      kv_open_bytes: the full-precision open blocks of quantised formats among them; 0 for plain ones.
+      kv_used_bytes, kv_peak_bytes: the live part of the pool, and its live part at the peak (open blocks apart).
       shared_saved_bytes: what separate copies of the shared blocks would take on top.
       bookkeeping_bytes: all other arrays of the cache.
       kv_padded_bytes: the pool with the device's tiling padding; None where arrays are not padded.
@@ -52,6 +56,7 @@ class MemoryProfile:
     num_tokens: int
     weights_bytes: int | None
     kv_total_bytes: int
+    kv_open_bytes: int
     kv_used_bytes: int
     kv_peak_bytes: int
     shared_saved_bytes: int
@@ -100,12 +105,14 @@ def memory_profile(
         raise ValueError(
             f"peak_blocks: expected {used} (in use) to {layout.num_blocks} (the pool), got {peak}"
         )
-    kv_total = arrays_bytes(cache.store)
-    block_bytes = kv_total // layout.num_blocks
+    kv_total, open_bytes = arrays_bytes(cache.store), 0
+    if isinstance(cache.store, QuantisedStore):
+        open_bytes = arrays_bytes(cache.store.open)
+    block_bytes = (kv_total - open_bytes) // layout.num_blocks
     held = int(np.sum(-(-kv_lens // layout.block_size)))
-    platform = platform or next(iter(cache.store.kv.devices())).platform
+    platform = platform or next(iter(jax.tree.leaves(cache.store)[0].devices())).platform
     return MemoryProfile(
-        kv_format=layout.format.name,
+        kv_format=_format_name(cache.store),
         platform=platform,
         block_size=layout.block_size,
         num_blocks=layout.num_blocks,
@@ -115,17 +122,29 @@ def memory_profile(
         num_tokens=int(kv_lens.sum()),
         weights_bytes=None if model is None else arrays_bytes(model),
         kv_total_bytes=kv_total,
+        kv_open_bytes=open_bytes,
         kv_used_bytes=used * block_bytes,
         kv_peak_bytes=peak * block_bytes,
         shared_saved_bytes=max(0, held - used) * block_bytes,
         bookkeeping_bytes=arrays_bytes(cache) - kv_total,
-        kv_padded_bytes=_padded_bytes(cache.store.kv) if platform == "tpu" else None,
+        kv_padded_bytes=_padded_bytes(cache.store) if platform == "tpu" else None,
         utilisation=used / layout.num_blocks,
         peak_utilisation=peak / layout.num_blocks,
         fragmentation=ledger.fragmentation(tables, kv_lens, layout.block_size),
     )
 
 
-def _padded_bytes(kv: jax.Array) -> int:
-    layers, blocks, heads, rows, width = kv.shape
-    return device_bytes.tpu_pool_bytes((layers, blocks, heads, rows, width), 8 * kv.dtype.itemsize)
+def _format_name(store: Store) -> str:
+    if isinstance(store, QuantisedStore):
+        return store.layout.sealed.format.name
+    return store.layout.format.name
+
+
+def _padded_bytes(store: Store) -> int:
+    if isinstance(store, QuantisedStore):
+        raise NotImplementedError(
+            "platform: expected cpu or gpu for a quantised store (its TPU padding is not known), got tpu"
+        )
+    layers, blocks, heads, rows, width = store.kv.shape
+    bits = 8 * store.kv.dtype.itemsize
+    return device_bytes.tpu_pool_bytes((layers, blocks, heads, rows, width), bits)

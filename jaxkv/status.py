@@ -28,6 +28,7 @@ class StatusBit(enum.IntFlag):
     EMPTY_SLOT = 32
     DOUBLE_RELEASE = 64
     INVALID_KV_LEN = 128
+    SEALED_BLOCK = 256
 
 
 _EXPLANATIONS = {
@@ -38,6 +39,8 @@ _EXPLANATIONS = {
     StatusBit.INVALID_Q_LEN: "a q_len is negative or larger than query_len",
     StatusBit.EMPTY_SLOT: "a fork names a source slot that holds no sequence",
     StatusBit.DOUBLE_RELEASE: "a release names a slot that holds no sequence",
+    StatusBit.SEALED_BLOCK: "a truncate would cut a sealed block of a quantised format in two; cut at a multiple of "
+    "block_size and run the tokens after it again",
     StatusBit.INVALID_KV_LEN: "a truncate asks for more tokens than the sequence holds, or for fewer than none",
 }
 

@@ -130,7 +130,7 @@ class KVStore:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["block_tables", "kv_lens", "q_lens", "positions"],
+    data_fields=["block_tables", "kv_lens", "q_lens", "positions", "open_ids"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -143,12 +143,14 @@ class BatchView:
       q_lens: i32[row].  New tokens of the row, 0 <= q_len <= kv_len.  0 makes the row a no-op: nothing is
         written and its attention output is zero.
       positions: i32[row, q_pos].  Position of each query, kv_len - q_len + j; 0 in padding (j >= q_len).
+      open_ids: i32[row], the open block of each row that has new tokens (quantised stores); None for plain ones.
     """
 
     block_tables: Array
     kv_lens: Array
     q_lens: Array
     positions: Array
+    open_ids: Array | None = None
 
     @property
     def query_len(self) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,8 @@ from jax.typing import DTypeLike
 
 from models.qwen.config import QwenConfig
 from models.qwen.rope import cos_sin, rotate
-from pallas_kernels.kv_write import write_kv
-from pallas_kernels.layout import BatchView, KVStore
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.cached_attention import Store, cached_attention
+from pallas_kernels.layout import BatchView
 
 Array = jax.Array
 Carry = TypeVar("Carry")
@@ -205,7 +204,7 @@ class Qwen(nnx.Module):
         """Number type of the weights."""
         return np.dtype(self.embed[...].dtype)
 
-    def __call__(self, tokens: Array, store: KVStore, view: BatchView) -> tuple[Array, KVStore]:
+    def __call__(self, tokens: Array, store: Store, view: BatchView) -> tuple[Array, Store]:
         """Runs new tokens through all layers, reading and writing K and V through the paged cache.
 
         ALIASES: under jit with a donated store the pool is updated in place.
@@ -227,19 +226,10 @@ class Qwen(nnx.Module):
         scale = self.config.head_dim**-0.5
 
         def attend(
-            store: KVStore, layer: Array, q: Array, k: Array, v: Array, window: Window
-        ) -> tuple[Array, KVStore]:
-            store = write_kv(store, layer, k, v, view, implementation=self.implementation)
-            out = paged_attention(
-                q,
-                store,
-                layer,
-                view,
-                scale=scale,
-                window=window,
-                implementation=self.implementation,
-            )
-            return cast(Array, out), store
+            store: Store, layer: Array, q: Array, k: Array, v: Array, window: Window
+        ) -> tuple[Array, Store]:
+            how = {"scale": scale, "window": window, "implementation": self.implementation}
+            return cached_attention(q, k, v, store, layer, view, **how)
 
         return self.forward(tokens, view.positions, attend, store)
 
@@ -288,7 +278,7 @@ class Qwen(nnx.Module):
         head = self.embed if self.config.tie_word_embeddings else self.lm_head
         return _times(head[...], hidden, jnp.float32)
 
-    def _check_call(self, tokens: Array, store: KVStore, view: BatchView) -> None:
+    def _check_call(self, tokens: Array, store: Store, view: BatchView) -> None:
         config, layout = self.config, store.layout
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             if getattr(layout, name) != getattr(config, name):

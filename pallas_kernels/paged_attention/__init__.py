@@ -15,6 +15,7 @@ from pallas_kernels.paged_attention.spec import check_inputs
 from pallas_kernels.paged_attention.tpu import paged_attention_tpu
 from pallas_kernels.paged_attention.triton import paged_attention_triton
 from pallas_kernels.paged_attention.xla import paged_attention_xla
+from pallas_kernels.sealed import SealedStore
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "tpu": paged_attention_tpu,
@@ -27,7 +28,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 
 def paged_attention(
     q: Array,
-    store: KVStore,
+    store: KVStore | SealedStore,
     layer: Array | int,
     view: BatchView,
     *,
@@ -43,7 +44,7 @@ def paged_attention(
 
     Args:
       q: float[row, q_pos, q_head, head_dim].  q_pos 1 is decode; more is chunked prefill or verification.
-      store: the pool.
+      store: the pool; of a `SealedStore` a query sees the blocks before its own (spec.py).
       layer: i32[], which layer of the pool to read; may be traced.
       view: tables, lengths and positions of the rows.
       scale: multiplies q . k; may be traced.
@@ -72,7 +73,7 @@ def paged_attention(
     def with_options(run: Callable[..., Any]) -> Callable[..., Any]:
         """Gives every implementation the same positional operands; None stays static."""
 
-        def call(q: Array, store: KVStore, layer: Array, view: BatchView, options: Any) -> Any:
+        def call(q: Array, store: Any, layer: Array, view: BatchView, options: Any) -> Any:
             return run(q, store, layer, view, **options)
 
         return call

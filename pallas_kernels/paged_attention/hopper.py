@@ -43,6 +43,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layout import Array, BatchView, KVStore
 from pallas_kernels.paged_attention.hopper_plan import Plan, make_plan
+from pallas_kernels.paged_attention.spec import refuse_codes
 
 try:
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -318,6 +319,7 @@ def paged_attention_hopper(
     Raises:
       NotImplementedError: what this kernel does not do; the message names what is supported.
     """
+    refuse_codes(store, "hopper")
     layout = store.layout
     if plgpu is None:
         raise NotImplementedError("hopper: needs a jaxlib with jax.experimental.pallas.mosaic_gpu")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels.layout import Array, BatchView, KVStore, decode
+from pallas_kernels.sealed import SealedBlocks, SealedStore, unseal
 
 
 def paged_attention_reference(
     q: Array,
-    store: KVStore,
+    store: KVStore | SealedStore,
     layer: Array,
     view: BatchView,
     *,
@@ -21,7 +22,13 @@ def paged_attention_reference(
     layout = store.layout
     rows, query_len, num_q_heads, head_dim = q.shape
     tables = jnp.minimum(view.block_tables, layout.num_blocks - 1)
-    kv = decode(layout, store.kv[layer, tables])  # [row, column, kv_head, slot, 2 * head_dim]
+    if isinstance(store, SealedStore):
+        arrays = (store.codes, store.key_affine, store.value_affine)
+        blocks = SealedBlocks(*(x[layer, tables] for x in arrays))
+        kv = jnp.concatenate(unseal(store.layout, blocks), axis=-1)
+    else:
+        kv = decode(store.layout, store.kv[layer, tables])
+    # [row, column, kv_head, slot, 2 * head_dim]
     kv = kv.transpose(0, 2, 1, 3, 4).reshape(rows, layout.num_kv_heads, -1, 2 * head_dim)
     kv = jnp.repeat(
         kv, num_q_heads // layout.num_kv_heads, axis=1
@@ -35,7 +42,11 @@ def paged_attention_reference(
     key_pos = jnp.arange(keys.shape[2], dtype=jnp.int32)[None, None, :]
     query_index = jnp.arange(query_len, dtype=jnp.int32)[None, :]
     query_pos = ((view.kv_lens - view.q_lens)[:, None] + query_index)[:, :, None]
-    seen = (key_pos <= query_pos) & (query_index < view.q_lens[:, None])[:, :, None]
+    if isinstance(store, SealedStore):  # the blocks before the query's own
+        seen = key_pos // layout.block_size < query_pos // layout.block_size
+    else:
+        seen = key_pos <= query_pos
+    seen &= (query_index < view.q_lens[:, None])[:, :, None]
     if window is not None:
         seen &= key_pos > query_pos - window
     seen = seen[:, :, None, :]  # [row, q_pos, 1, key]

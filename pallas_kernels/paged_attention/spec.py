@@ -10,6 +10,13 @@ Key i lives in block ``table[i // block_size]``, slot ``i % block_size``.  A que
 q_len 0, kv_len 0) gives zeros and lse = -inf.  Slots at and past kv_len, and blocks outside the tables, may
 hold NaN or Inf and must not change a bit of the output: scores and V are both selected, never multiplied by
 a mask.
+
+Over a `SealedStore` a query reads codes, and only of the blocks before its own::
+
+    seen  = { i : max(0, p - window + 1) <= i < p // block_size * block_size }
+
+Its own block it reads in full precision from the open store, whether or not the same call fills it; so what a query sees does
+not depend on how a prompt was cut into chunks.  `cached_attention` merges the two parts by their lse.
 """
 
 from __future__ import annotations
@@ -18,11 +25,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layout import Array, BatchView, KVStore
+from pallas_kernels.sealed import SealedStore
 
 
 def check_inputs(
     q: Array,
-    store: KVStore,
+    store: KVStore | SealedStore,
     view: BatchView,
     soft_cap: Array | float | None,
     window: Array | int | None,
@@ -55,6 +63,18 @@ def check_inputs(
         raise ValueError(f"window: expected an integer >= 1 or None, got {window}")
 
 
+def refuse_codes(store: KVStore | SealedStore, implementation: str) -> None:
+    """Refuses sealed blocks for an implementation that cannot read codes.
+
+    Raises:
+      NotImplementedError: the store is a `SealedStore`.
+    """
+    if isinstance(store, SealedStore):
+        raise NotImplementedError(
+            f"store: {implementation} reads float32, bfloat16 and float16 blocks, got {store.layout.format.name}"
+        )
+
+
 def check_view(view: BatchView, rows: int) -> None:
     """Checks the shapes and the integer width of a batch view.
 
@@ -72,3 +92,11 @@ def check_view(view: BatchView, rows: int) -> None:
 def query_valid(view: BatchView) -> jax.Array:
     """Returns bool[row, q_pos]: True for real queries, False for padding."""
     return jnp.arange(view.query_len, dtype=jnp.int32)[None, :] < view.q_lens[:, None]
+
+
+def last_seen(store: KVStore | SealedStore, view: BatchView) -> jax.Array:
+    """Returns i32[row, q_pos]: the last key each query may see in this store; -1 for none."""
+    last = view.positions
+    if isinstance(store, SealedStore):
+        last = last // store.layout.block_size * store.layout.block_size - 1
+    return jnp.where(query_valid(view), last, -1)

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.layout import Array, BatchView, KVStore
+from pallas_kernels.paged_attention.spec import refuse_codes
 from pallas_kernels.paged_attention.tpu_kernel import kernel
 from pallas_kernels.paged_attention.tpu_plan import LANES, VMEM_LIMIT_BYTES, Plan, Tuning, make_plan
 
@@ -36,6 +37,7 @@ def paged_attention_tpu(
     Raises:
       NotImplementedError: the target cannot do this; the message says what it can.
     """
+    refuse_codes(store, "tpu")
     rows, query_len, num_q_heads, _ = q.shape
     plan = make_plan(q.shape, q.dtype, store.layout, view.block_tables.shape[1], tuning)
     most = plan.max_blocks * plan.block_size

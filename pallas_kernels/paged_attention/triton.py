@@ -33,6 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.layout import Array, BatchView, KVLayout, KVStore
+from pallas_kernels.paged_attention.spec import refuse_codes
 from pallas_kernels.paged_attention.triton_plan import (
     Plan,
     Tiling,
@@ -75,6 +76,7 @@ def paged_attention_triton(
     Raises:
       NotImplementedError: a dtype or head_dim the kernels do not support; the message says what they do.
     """
+    refuse_codes(store, "triton")
     _check_supported(q, store)
     layout = store.layout
     rows, query_len, num_q_heads, head_dim = q.shape

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layout import Array, BatchView, KVStore, decode
-from pallas_kernels.paged_attention.spec import query_valid
+from pallas_kernels.paged_attention.spec import last_seen, query_valid
+from pallas_kernels.sealed import SealedBlocks, SealedStore, unseal
 
 TOKENS_PER_CHUNK = 64
 
@@ -35,7 +36,7 @@ class _Softmax(NamedTuple):
 
 def paged_attention_xla(
     q: Array,
-    store: KVStore,
+    store: KVStore | SealedStore,
     layer: Array,
     view: BatchView,
     *,
@@ -54,16 +55,7 @@ def paged_attention_xla(
     queries = (q.astype(jnp.float32) * scale).reshape(rows, query_len, heads, group, head_dim)
     queries = queries.transpose(0, 2, 1, 3, 4).reshape(rows, heads, query_len * group, head_dim)
     query_pos = jnp.repeat(jnp.where(query_valid(view), view.positions, -1), group, axis=1)
-
-    def read(ids: Array) -> tuple[Array, Array]:
-        """Gathers K and V f32[row, kv_head, key, head_dim] for ids i32[row, column]."""
-        head = jnp.arange(heads, dtype=jnp.int32)[None, :, None]
-        halves = (
-            store.kv[layer, ids[:, None, :], head, :, begin : begin + head_dim]
-            for begin in (0, head_dim)
-        )
-        keys, values = (decode(layout, x).reshape(rows, heads, -1, head_dim) for x in halves)
-        return keys, values
+    query_end = jnp.repeat(last_seen(store, view), group, axis=1)
 
     def attend(
         state: _Softmax, keys: Array, values: Array, key_pos: Array, key_end: Array
@@ -75,7 +67,7 @@ def paged_attention_xla(
         scores = jax.lax.optimization_barrier(scores).transpose(0, 1, 3, 2)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        seen = (key_pos < key_end)[:, None, :] & (key_pos[:, None, :] <= query_pos[:, :, None])
+        seen = (key_pos < key_end)[:, None, :] & (key_pos[:, None, :] <= query_end[:, :, None])
         if window is not None:
             seen &= key_pos[:, None, :] > query_pos[:, :, None] - window
         scores = jnp.where(seen[:, None], scores, -jnp.inf)
@@ -91,7 +83,9 @@ def paged_attention_xla(
         )
 
     slot = jnp.arange(block_size, dtype=jnp.int32)[None, :]
-    num_full = (view.kv_lens // block_size)[:, None]  # i32[row, 1]
+    sealed = isinstance(store, SealedStore)
+    num_full = (view.kv_lens - sealed) // block_size  # a query's own block is not read as codes
+    num_full = jnp.maximum(num_full, 0)[:, None]  # i32[row, 1]
     tables = jnp.minimum(view.block_tables, layout.num_blocks - 1)
     # Past a row's full blocks read its last full one again: finite, cached, and of weight 0.
     last_full = jnp.take_along_axis(tables, jnp.maximum(num_full - 1, 0), axis=1)
@@ -104,7 +98,7 @@ def paged_attention_xla(
         key_pos = chunk * columns * block_size
         key_pos += jnp.arange(columns * block_size, dtype=jnp.int32)[None, :]
         key_pos = jnp.broadcast_to(key_pos, (rows, columns * block_size))
-        return attend(state, *read(ids), key_pos, num_full * block_size)
+        return attend(state, *_read(store, layer, ids), key_pos, num_full * block_size)
 
     state = _Softmax(
         peak=jnp.full(queries.shape[:3], -jnp.inf, jnp.float32),
@@ -121,11 +115,12 @@ def paged_attention_xla(
     # A row without full blocks has read somebody's block with weight 0; 0 * NaN must not stay.
     state = state._replace(acc=jnp.where(state.total[..., None] == 0, 0.0, state.acc))
 
-    open_ids = jnp.take_along_axis(tables, jnp.minimum(num_full, tables.shape[1] - 1), axis=1)
-    written = num_full * block_size + slot < view.kv_lens[:, None]
-    keys, values = read(open_ids)
-    values = jnp.where(written[:, None, :, None], values, 0.0)
-    state = attend(state, keys, values, num_full * block_size + slot, view.kv_lens[:, None])
+    if not sealed:
+        open_ids = jnp.take_along_axis(tables, jnp.minimum(num_full, tables.shape[1] - 1), axis=1)
+        written = num_full * block_size + slot < view.kv_lens[:, None]
+        keys, values = _read(store, layer, open_ids)
+        values = jnp.where(written[:, None, :, None], values, 0.0)
+        state = attend(state, keys, values, num_full * block_size + slot, view.kv_lens[:, None])
 
     empty = state.total == 0  # not "total > 0": a NaN that a query sees must reach the output
     total = jnp.where(empty, 1.0, state.total)
@@ -134,3 +129,22 @@ def paged_attention_xla(
     out = out.reshape(rows, heads, query_len, group, head_dim).transpose(0, 2, 1, 3, 4)
     lse = lse.reshape(rows, heads, query_len, group).transpose(0, 2, 1, 3)
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(rows, query_len, num_q_heads)
+
+
+def _read(store: KVStore | SealedStore, layer: Array, ids: Array) -> tuple[Array, Array]:
+    """Returns K and V f32[row, kv_head, key, head_dim] of the blocks ids i32[row, column]."""
+    layout = store.layout
+    rows, heads, head_dim = ids.shape[0], layout.num_kv_heads, layout.head_dim
+    if isinstance(store, SealedStore):
+        arrays = (store.codes, store.key_affine, store.value_affine)
+        blocks = unseal(store.layout, SealedBlocks(*(x[layer, ids] for x in arrays)))
+        keys, values = (x.transpose(0, 2, 1, 3, 4) for x in blocks)
+    else:
+        head = jnp.arange(heads, dtype=jnp.int32)[None, :, None]
+        keys, values = (
+            decode(
+                store.layout, store.kv[layer, ids[:, None, :], head, :, begin : begin + head_dim]
+            )
+            for begin in (0, head_dim)
+        )
+    return keys.reshape(rows, heads, -1, head_dim), values.reshape(rows, heads, -1, head_dim)

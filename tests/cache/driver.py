@@ -7,6 +7,7 @@ missed copy, swapped K and V or a swapped layer all read back as something else.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from jaxkv import (
     cache as transitions,
 )
 from jaxkv.kv_store import gather_dense
+from pallas_kernels.cached_attention import cached_attention
 from pallas_kernels.kv_write import write_kv
 
 Array = jax.Array
@@ -68,14 +70,26 @@ class Programs:
             cache: PagedKVCache, seq_ids: Array, q_lens: Array, k: Array, v: Array
         ) -> tuple[PagedKVCache, BatchView]:
             cache, view = transitions.reserve(config, cache, seq_ids, q_lens, query_len)
-            store = cache.store
-            for layer in range(config.num_layers):
-                store = write_kv(store, layer, k[layer], v[layer], view)
-            return PagedKVCache(cache.pool, cache.tables, store, cache.status), view
+
+            def write(layer: Array, store: Any) -> Any:
+                layer_k, layer_v = k[layer], v[layer]
+                if config.is_quantised:
+                    q = jnp.zeros_like(layer_k)
+                    return cached_attention(q, layer_k, layer_v, store, layer, view, scale=1.0)[1]
+                return write_kv(store, layer, layer_k, layer_v, view)
+
+            store = jax.lax.fori_loop(0, config.num_layers, write, cache.store)
+            return dataclasses.replace(cache, store=store), view
 
         def read_all(cache: PagedKVCache) -> tuple[Array, Array]:
+            """Reads every slot to its capacity, and the block after its full ones from its open block."""
             read = functools.partial(gather_dense, cache.store, kv_len=config.max_seq_len)
-            return jax.vmap(read)(cache.tables.blocks)
+            sealed = jax.vmap(read)(cache.tables.blocks)
+            if cache.open_blocks is None:
+                return sealed
+            return jax.vmap(functools.partial(_with_open_block, config, cache.store))(
+                *sealed, cache.open_blocks.ids, cache.tables.kv_lens
+            )
 
         def once(function: Callable[..., Any]) -> Callable[..., Any]:
             traces = itertools.count(1)
@@ -117,6 +131,7 @@ class Driver:
         self.plain = PlainCache(config)
         self._run = programs(config, query_len, rows)
         self._written = 0
+        self._sealed: dict[int, tuple[tuple[int, ...], bytes]] = {}
 
     def append(self, *pieces: tuple[int, int]) -> StatusBit:
         """Reserves and writes new tokens for (slot, q_len) pairs, in both caches, and compares."""
@@ -208,8 +223,28 @@ class Driver:
         k, v = (np.asarray(x) for x in self._run.read_all(self.cache))
         for slot, numbers in plain.tokens.items():
             want_k, want_v = token_kv(config, numbers)
-            np.testing.assert_array_equal(k[slot, :, : len(numbers)], want_k)
-            np.testing.assert_array_equal(v[slot, :, : len(numbers)], want_v)
+            slack_k, slack_v = quantisation_slack(config, want_k, want_v)
+            assert np.all(np.abs(k[slot, :, : len(numbers)] - want_k) <= slack_k)
+            assert np.all(np.abs(v[slot, :, : len(numbers)] - want_v) <= slack_v)
+        if config.is_quantised:
+            self._compare_sealed(blocks)
+
+    def _compare_sealed(self, blocks: np.ndarray) -> None:
+        """Asserts that a sealed block keeps its bytes, and that its bytes depend on its tokens alone."""
+        arrays = [np.asarray(x) for x in jax.tree.leaves(self.cache.store.sealed)]
+        size, now = self.config.block_size, {}
+        for slot, numbers in self.plain.tokens.items():
+            for column in range(len(numbers) // size):
+                tokens = tuple(numbers[column * size : (column + 1) * size])
+                block = int(blocks[slot, column])
+                now[block] = (tokens, b"".join(x[:, block].tobytes() for x in arrays))
+        for block, (tokens, codes) in now.items():
+            before = self._sealed.get(block)
+            assert before is None or before[0] != tokens or before[1] == codes, "codes changed"
+        assert len(set(now.values())) == len({tokens for tokens, _ in now.values()}), (
+            "codes depend on more than the tokens"
+        )
+        self._sealed = now
 
     def _settle(self, old: PagedKVCache, new: PagedKVCache, expected: StatusBit) -> None:
         """Takes the new state over after comparing bits, unchanged leaves and contents."""
@@ -254,16 +289,59 @@ class Driver:
 
 def poisoned(cache: PagedKVCache) -> PagedKVCache:
     """Returns the cache with NaN in every slot of the pool: what nobody has written holds anything."""
-    layout = cache.store.layout
-    nan = np.full((), np.nan, layout.format.dtype).view(layout.dtype)
-    kv = jnp.full(layout.shape, nan)
-    store = type(cache.store)(kv=kv, layout=layout)
-    return PagedKVCache(cache.pool, cache.tables, store, cache.status)
+
+    def nan(x: Array) -> Array:
+        """NaN in every float format and its bits; the integer codes become their largest value."""
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.full_like(x, jnp.nan)
+        return jnp.full_like(x, jnp.iinfo(x.dtype).max >> (x.dtype == jnp.uint16))
+
+    return dataclasses.replace(cache, store=jax.tree.map(nan, cache.store))
+
+
+def _with_open_block(
+    config: CacheConfig, store: Any, k: Array, v: Array, open_id: Array, kv_len: Array
+) -> tuple[Array, Array]:
+    """Returns K and V of a slot (f32[layer, token, ...]) with the tokens after its full blocks from its open block."""
+    wide, size = config.num_wide_layers, config.block_size
+    ids = jnp.minimum(open_id, config.max_seqs - 1)[None]
+    tail = gather_dense(store.open, ids, size)
+    begin = kv_len // size * size
+    inner = slice(wide, config.num_layers - wide)
+
+    def patched(x: Array, block: Array) -> Array:
+        padded = jnp.pad(x[inner], ((0, 0), (0, size), (0, 0), (0, 0)))
+        padded = jax.lax.dynamic_update_slice_in_dim(padded, block, begin, axis=1)
+        return x.at[inner].set(padded[:, : x.shape[1]])
+
+    return patched(k, tail[0]), patched(v, tail[1])
+
+
+def quantisation_slack(config: CacheConfig, k: np.ndarray, v: np.ndarray) -> tuple[Any, Any]:
+    """Returns how far the cache may be from k, v [layer, token, kv_head, head_dim]: half a step where they are codes.
+
+    Steps follow from the numbers: K's range over a block, V's largest value of a token; a 64th more for bfloat16 scales, and
+    for 4 bits a step more, since clipped ranges are allowed to win.
+    """
+    if not config.is_quantised:
+        return 0.0, 0.0
+    slack_k, slack_v = np.zeros(k.shape), np.zeros(v.shape)
+    steps = {"int8": 254, "int4": 14, "fp8_e4m3": 16}[config.format]
+    room = (4 if config.format == "int4" else 1.0) * (1 + 1 / 64)
+    first, size = config.num_wide_layers, config.block_size
+    for begin in range(0, k.shape[1] - size + 1, size):
+        part = np.s_[first : config.num_layers - first, begin : begin + size]
+        top = np.abs(k[part]).max(1, keepdims=True)
+        reach = k[part].max(1, keepdims=True) - k[part].min(1, keepdims=True)
+        reach = 2 * top if config.symmetric_keys else reach + top / 64
+        slack_k[part] = reach / steps / 2 * room
+        slack_v[part] = 2 * np.abs(v[part]).max(-1, keepdims=True) / steps / 2 * room
+    return slack_k, slack_v
 
 
 def assert_only_status_differs(old: PagedKVCache, new: PagedKVCache) -> None:
     """Asserts that every leaf but `status` is bit-identical."""
-    for part in ("pool", "tables", "store"):
+    for part in ("pool", "tables", "store", "open_blocks"):
         pairs = zip(
             jax.tree.leaves(getattr(old, part)), jax.tree.leaves(getattr(new, part)), strict=True
         )

@@ -18,6 +18,7 @@ class PlainCache:
     Attributes:
       tables: slot -> names of its blocks.
       tokens: slot -> what was written, one number a token.
+      opened: slots whose last block is still there in full precision (what quantised formats can cut into).
       need_blocks: what the last reserve that ran out of blocks asked for.
     """
 
@@ -25,6 +26,7 @@ class PlainCache:
         self.config = config
         self.tables: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
+        self.opened: set[int] = set()
         self.need_blocks = 0
         self._names = 0
 
@@ -59,6 +61,7 @@ class PlainCache:
             self.tables, self.tokens, _ = before
             self.need_blocks = need
             return StatusBit.OUT_OF_BLOCKS
+        self.opened |= {slot for slot, new in rows if new}
         return StatusBit(0)
 
     def fork(self, src: Sequence[int], dst: Sequence[int]) -> StatusBit:
@@ -71,8 +74,10 @@ class PlainCache:
             bits |= StatusBit.EMPTY_SLOT
         if not bits:
             tables, tokens, _ = self._snapshot()
+            opened = set(self.opened)
             for s, d in pairs:
                 self.tables[d], self.tokens[d] = list(tables[s]), list(tokens[s])
+                self.opened = self.opened | {d} if s in opened else self.opened - {d}
         return bits
 
     def truncate(self, seq_ids: Sequence[int], kv_lens: Sequence[int]) -> StatusBit:
@@ -81,6 +86,8 @@ class PlainCache:
         rows = [(s, n) for s, n in zip(seq_ids, kv_lens, strict=True) if self._exists(s)]
         if any(not 0 <= n <= self.kv_len(s) for s, n in rows):
             bits |= StatusBit.INVALID_KV_LEN
+        if any(0 <= n <= self.kv_len(s) and not self._can_cut(s, n) for s, n in rows):
+            bits |= StatusBit.SEALED_BLOCK
         if not bits:
             for slot, length in rows:
                 self._cut(slot, length)
@@ -109,7 +116,16 @@ class PlainCache:
             del self.tables[slot], self.tokens[slot]
         return taken
 
+    def _can_cut(self, slot: int, length: int) -> bool:
+        size, old = self.config.block_size, self.kv_len(slot)
+        if not self.config.is_quantised or length == old or length % size == 0:
+            return True
+        return slot in self.opened and length // size == (old - 1) // size
+
     def _cut(self, slot: int, length: int) -> None:
+        size = self.config.block_size
+        if length == 0 or (length - 1) // size != (self.kv_len(slot) - 1) // size:
+            self.opened.discard(slot)
         if length == 0:
             self.tables.pop(slot, None)
             self.tokens.pop(slot, None)

@@ -11,8 +11,13 @@ import pytest
 from driver import SMALL
 
 from jaxkv import CacheConfig
+from jaxkv.kv_store import init_store
 
-_SIZES = [field.name for field in dataclasses.fields(CacheConfig) if field.type == "int"]
+_SIZES = [
+    field.name
+    for field in dataclasses.fields(CacheConfig)
+    if field.type == "int" and field.name != "num_wide_layers"
+]
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**31 - 1, 2**40, 1.5, True, None, "4"])
@@ -75,3 +80,42 @@ def test_layout_bytes_beyond_int32_are_exact() -> None:
         max_blocks_per_seq=1,
     )
     assert config.layout.nbytes == 131_072 * 16 * 8 * 2 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"symmetric_keys": True}, "symmetric_keys: expected only with a quantised format"),
+        ({"num_wide_layers": 1}, "num_wide_layers: expected only with a quantised format"),
+        ({"format": "fp8_e4m3", "symmetric_keys": False}, "symmetric_keys: expected True for fp8"),
+        (
+            {"format": "int4", "block_size": 5},
+            "block_size: expected an even number for int4, got 5",
+        ),
+        (
+            {"format": "int8", "value_group": 3},
+            "value_group: expected a divisor of head_dim 2, got 3",
+        ),
+        (
+            {"format": "int8", "value_group": 0},
+            "value_group: expected a divisor of head_dim 2, got 0",
+        ),
+        ({"format": "int8", "num_wide_layers": 1}, "num_wide_layers: expected 0 or more, and less"),
+        ({"format": "int8", "num_wide_layers": -1}, "num_wide_layers: expected 0 or more"),
+        ({"format": "int8", "open_format": "int8"}, "format: expected one of"),
+    ],
+)
+def test_config_quantisation_option_that_does_not_fit_raises(
+    options: dict[str, Any], message: str
+) -> None:
+    """Field case L11: a group that does not divide head_dim is refused when the config is built."""
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **options)
+
+
+def test_config_odd_head_dim_serves_int4() -> None:
+    """Two tokens share a byte, not two channels, so head_dim may be odd; every array counts in nbytes."""
+    config = dataclasses.replace(SMALL, format="int4", head_dim=7)
+    store = init_store(config)
+    assert store.sealed.codes.shape == (2, 11, 2, 2, 14)
+    assert config.layout.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(store))

@@ -31,13 +31,18 @@ class CacheMachine(RuleBasedStateMachine):
     """Takes every step in a real and a plain cache; `Driver` compares them after each."""
 
     format = "float32"
+    num_wide_layers = 0
     outcomes: ClassVar[Counter[StatusBit]] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(
-            dataclasses.replace(SMALL, format=self.format), query_len=QUERY_LEN, rows=ROWS
+        config = dataclasses.replace(
+            SMALL,
+            format=self.format,
+            num_layers=SMALL.num_layers + 2 * self.num_wide_layers,
+            num_wide_layers=self.num_wide_layers,
         )
+        self.driver = Driver(config, query_len=QUERY_LEN, rows=ROWS)
 
     def _take(self, transition: Callable[..., StatusBit], *args: Any) -> None:
         self.outcomes[transition(*args)] += 1
@@ -111,17 +116,43 @@ class Float16Machine(CacheMachine):
     format = "float16"
 
 
+class Int8Machine(CacheMachine):
+    """The same with blocks sealed to int8, whose codes must never change."""
+
+    format = "int8"
+
+
+class Fp8Machine(CacheMachine):
+    """The same with blocks sealed to float8."""
+
+    format = "fp8_e4m3"
+
+
+class Int4Machine(CacheMachine):
+    """The same with blocks sealed to int4, first and last layer in full precision."""
+
+    format = "int4"
+    num_wide_layers = 1
+
+
 def test_state_machine_random_transitions_match_plain_model() -> None:
     """Field cases C1, C5, E9, I1, I2: nothing leaks, nothing stale is seen, counts are exact."""
     CacheMachine.outcomes.clear()
     run_state_machine_as_test(CacheMachine)
     happened = functools.reduce(operator.or_, CacheMachine.outcomes)
-    assert happened == functools.reduce(operator.or_, StatusBit), "some failure never happened"
+    every = functools.reduce(operator.or_, StatusBit) & ~StatusBit.SEALED_BLOCK
+    assert happened == every, "some failure never happened"
     assert CacheMachine.outcomes[StatusBit(0)] > CacheMachine.outcomes.total() // 3
 
 
-@pytest.mark.parametrize("machine", [Bfloat16Machine, Float16Machine])
+@pytest.mark.parametrize(
+    "machine", [Bfloat16Machine, Float16Machine, Int8Machine, Fp8Machine, Int4Machine]
+)
 def test_state_machine_narrow_formats_match_plain_model(machine: type[CacheMachine]) -> None:
-    """Field case O7: the pool keeps its dtype through every transition."""
+    """Field case O7: the pool keeps its dtype through every transition; L8: scales go where their blocks go."""
     few = settings(max_examples=max(25, settings().max_examples // 10))
+    CacheMachine.outcomes.clear()
     run_state_machine_as_test(machine, settings=few)
+    assert (CacheMachine.outcomes[StatusBit.SEALED_BLOCK] > 0) == (
+        "int" in machine.format or "fp8" in machine.format
+    )
