@@ -5,11 +5,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
+from pallas_kernels.block_seal.tpu import seal_blocks_tpu
 from pallas_kernels.block_seal.xla import seal_blocks_xla
 from pallas_kernels.layout import Array
 from pallas_kernels.sealed import SealedStore
 
-IMPLEMENTATIONS = {"xla": seal_blocks_xla}
+IMPLEMENTATIONS = {"tpu": seal_blocks_tpu, "xla": seal_blocks_xla}
 
 
 def seal_blocks(
@@ -30,13 +31,14 @@ def seal_blocks(
       layer: i32[], which quantised layer; may be traced.
       kv: float[n, kv_head, block_size, 2 * head_dim], the tokens of n blocks.
       ids: i32[n], where each block goes; NO_BLOCK for those that are not full yet.
-      implementation: "xla" (anywhere); or "auto".
+      implementation: "tpu" (Mosaic), "xla" (anywhere); or "auto": tpu on TPU, xla elsewhere.
 
     Returns:
       The store; only the named blocks of the layer differ.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, or an unknown implementation.
+      NotImplementedError: the named implementation, or the platform's own, does not support the layout.
     """
     dispatch.check_name(implementation, IMPLEMENTATIONS)
     layout = store.layout
@@ -46,4 +48,4 @@ def seal_blocks(
     if ids.dtype != jnp.int32 or ids.shape != kv.shape[:1]:
         raise ValueError(f"ids: expected i32[{kv.shape[0]}], got {ids.dtype}{list(ids.shape)}")
     operands = (store, jnp.asarray(layer, jnp.int32), kv, ids)
-    return dispatch.run(implementation, IMPLEMENTATIONS, {}, "xla", *operands)
+    return dispatch.run(implementation, IMPLEMENTATIONS, {"tpu": "tpu"}, "xla", *operands)

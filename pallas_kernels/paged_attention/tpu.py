@@ -10,14 +10,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.layout import Array, BatchView, KVStore
-from pallas_kernels.paged_attention.spec import refuse_codes
+from pallas_kernels.paged_attention.tpu_codes import code_kernel
 from pallas_kernels.paged_attention.tpu_kernel import kernel
 from pallas_kernels.paged_attention.tpu_plan import LANES, VMEM_LIMIT_BYTES, Plan, Tuning, make_plan
+from pallas_kernels.sealed import SealedStore
 
 
 def paged_attention_tpu(
     q: Array,
-    store: KVStore,
+    store: KVStore | SealedStore,
     layer: Array,
     view: BatchView,
     *,
@@ -37,7 +38,6 @@ def paged_attention_tpu(
     Raises:
       NotImplementedError: the target cannot do this; the message says what it can.
     """
-    refuse_codes(store, "tpu")
     rows, query_len, num_q_heads, _ = q.shape
     plan = make_plan(q.shape, q.dtype, store.layout, view.block_tables.shape[1], tuning)
     most = plan.max_blocks * plan.block_size
@@ -51,11 +51,18 @@ def paged_attention_tpu(
         _table_operand(plan, view.block_tables),
         jnp.stack([jnp.asarray(x, jnp.float32) for x in (scale, soft_cap_now)]),
         _to_tiles(plan, q),
-        store.kv,
+        *_pools(store),
     )
     out = _from_tiles(plan, out)[:, :query_len].reshape(q.shape).astype(q.dtype)
     lse = _from_tiles(plan, lse[..., 0, : plan.num_queries, None])[:, :query_len]
     return out, lse.reshape(rows, query_len, num_q_heads)
+
+
+def _pools(store: KVStore | SealedStore) -> tuple[Array, ...]:
+    """Returns the arrays in HBM that a chunk's copies read."""
+    if isinstance(store, SealedStore):
+        return store.codes, store.key_affine, store.value_affine
+    return (store.kv,)
 
 
 def _table_operand(plan: Plan, tables: Array) -> Array:
@@ -91,10 +98,19 @@ def _from_tiles(plan: Plan, x: Array) -> Array:
     return x.reshape(rows, -1, plan.num_kv_heads, plan.group, width)
 
 
-def _call(plan: Plan, q_dtype, store: KVStore, has_soft_cap: bool, has_window: bool, interpret):
+def _call(
+    plan: Plan,
+    q_dtype,
+    store: KVStore | SealedStore,
+    has_soft_cap: bool,
+    has_window: bool,
+    interpret,
+):
     """Returns the pallas_call of one plan."""
     rows = plan.num_cores * plan.rows_per_core
     heads, queries = plan.num_kv_heads, plan.num_queries
+    pools = _pools(store)
+    body = kernel if plan.codes is None else code_kernel
     out_dtype = jnp.float32 if q_dtype == jnp.float16 else q_dtype
 
     def tile_spec(*shape: int) -> pl.BlockSpec:
@@ -109,7 +125,7 @@ def _call(plan: Plan, q_dtype, store: KVStore, has_soft_cap: bool, has_window: b
 
     table_spec = [] if plan.table_in_smem else [pl.BlockSpec(memory_space=pl.ANY)]
     return pl.pallas_call(
-        functools.partial(kernel, plan, has_soft_cap, has_window),
+        functools.partial(body, plan, has_soft_cap, has_window),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4 if plan.table_in_smem else 3,
             grid=(plan.num_cores, plan.rows_per_core, plan.num_tiles),
@@ -117,18 +133,18 @@ def _call(plan: Plan, q_dtype, store: KVStore, has_soft_cap: bool, has_window: b
                 *table_spec,
                 pl.BlockSpec(memory_space=pltpu.SMEM),
                 tile_spec(heads, queries, plan.key_width),
-                pl.BlockSpec(memory_space=pl.ANY),
+                *[pl.BlockSpec(memory_space=pl.ANY) for _ in pools],
             ],
             out_specs=[
                 tile_spec(heads, queries, plan.head_dim),
                 tile_spec(heads, 1, plan.lse_width),
             ],
             scratch_shapes=[
-                pltpu.VMEM((2, plan.chunk_blocks, *store.layout.shape[2:]), store.kv.dtype),
+                *[pltpu.VMEM((2, plan.chunk_blocks, *x.shape[2:]), x.dtype) for x in pools],
                 per_query(LANES),
                 per_query(LANES),
                 per_query(plan.value_width),
-                pltpu.SMEM((2,), jnp.int32),
+                pltpu.SMEM((3,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((2, 1, plan.table_width), jnp.int32),
                 pltpu.SemaphoreType.DMA((1,)),

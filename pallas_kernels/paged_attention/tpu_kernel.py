@@ -61,19 +61,27 @@ class Rows:
         plan, kv_len, q_len = self.plan, self.kv_len(row), self.q_len(row)
         base = kv_len - q_len + tile * plan.tile_len
         end = jnp.minimum(kv_len, base + plan.tile_len)
+        if plan.codes is not None:  # the blocks before that of the last query
+            end = lax.div(jnp.maximum(end - 1, 0), jnp.int32(plan.block_size)) * plan.block_size
         begin = jnp.int32(0) if self.window is None else jnp.maximum(base - self.window + 1, 0)
         first = lax.div(begin, jnp.int32(plan.block_size))
         last = lax.div(end + (plan.block_size - 1), jnp.int32(plan.block_size))
         has_query = tile * plan.tile_len < q_len
-        return Span(base, begin, end, first, jnp.where(has_query, last - first, 0))
+        num_blocks = jnp.maximum(last - first, 0)
+        return Span(base, begin, end, first, jnp.where(has_query, num_blocks, 0))
 
-    def next_row(self, row: Array) -> Array:
-        """Returns the next row of this core after `row` that has queries; `end` when there is none."""
-        return lax.while_loop(
-            lambda r: (r < self.end) & (self.q_len(jnp.minimum(r, self.end - 1)) <= 0),
-            lambda r: r + 1,
-            row + 1,
-        )
+    def next_work(self, row: Array, tile: Array) -> tuple[Array, Array]:
+        """Returns (row, tile) of the next tile of this core that sees a block; row `end` when there is none."""
+        tiles = jnp.int32(self.plan.num_tiles)
+        end = self.end * tiles
+
+        def is_idle(place: Array) -> Array:
+            safe = jnp.minimum(place, end - 1)
+            span = self.span(lax.div(safe, tiles), lax.rem(safe, tiles))
+            return (place < end) & (span.num_blocks <= 0)
+
+        place = lax.while_loop(is_idle, lambda place: place + 1, row * tiles + tile + 1)
+        return lax.div(place, tiles), lax.rem(place, tiles)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +192,16 @@ class Chunks:
             first = lax.div(jnp.maximum(span.end - key0, 0), jnp.int32(bs))
             pl.loop(first, plan.chunk_blocks)(clear)
 
-    def operand(self, slot: Array, head: Array | int, start: int, width: int) -> Array:
+    def scores(self, q: Array, slot: Array, head: Array | int) -> Array:
+        """Returns f32[query, key]: q . k of one head of a chunk."""
+        return product(self.plan, q, self._operand(slot, head, 0, self.plan.key_width), 1)
+
+    def weighted(self, weights: Array, seen: Array, slot: Array, head: Array | int) -> Array:
+        """Returns f32[query, value_width]: the V of one head of a chunk, summed by weights f32[query, key]."""
+        values = self._operand(slot, head, self.plan.value_start, self.plan.value_width)
+        return product(self.plan, weights, values, 0)
+
+    def _operand(self, slot: Array, head: Array | int, start: int, width: int) -> Array:
         """Returns lanes `start : start + width` of one head of a chunk as a matrix [key, width]."""
         x = self.buffers_ref[slot, :, head, :, start : start + width]
         x = x.reshape(self.plan.chunk_len, width)
@@ -211,21 +228,10 @@ class Softmax:
         self.total_ref[...] = jnp.zeros(self.total_ref.shape, jnp.float32)
         self.acc_ref[...] = jnp.zeros(self.acc_ref.shape, jnp.float32)
 
-    def _product(self, a: Array, b: Array, contract_b: int) -> Array:
-        is_float32 = self.plan.compute_dtype == jnp.float32
-        return lax.dot_general(
-            a,
-            b,
-            (((1,), (contract_b,)), ((), ())),
-            precision=lax.Precision.HIGHEST if is_float32 else None,
-            preferred_element_type=jnp.float32,
-        )
-
     def add(self, chunks: Chunks, slot: Array, head: Array | int, seen: Array) -> None:
         """Folds one chunk of one kv head into the running softmax."""
         plan = self.plan
-        keys = chunks.operand(slot, head, 0, plan.key_width)
-        scores = self._product(self.q_ref[head], keys, 1) * self.floats_ref[0]
+        scores = chunks.scores(self.q_ref[head], slot, head) * self.floats_ref[0]
         if self.has_soft_cap:
             scores = self.floats_ref[1] * jnp.tanh(scores / self.floats_ref[1])
         scores = jnp.where(seen, scores, NEG_INF)
@@ -235,8 +241,7 @@ class Softmax:
         safe_peak = jnp.where(peak == NEG_INF, 0.0, peak)
         fade = jnp.exp(old_peak - safe_peak)
         weights = jnp.exp(scores - widen(safe_peak, plan.chunk_len))
-        values = chunks.operand(slot, head, plan.value_start, plan.value_width)
-        new = self._product(weights.astype(plan.compute_dtype), values, 0)
+        new = chunks.weighted(weights, seen, slot, head)
         self.peak_ref[head] = peak
         self.total_ref[head] = self.total_ref[head] * fade + jnp.sum(weights, axis=1, keepdims=True)
         self.acc_ref[head] = self.acc_ref[head] * widen(fade, plan.value_width) + new
@@ -256,6 +261,18 @@ class Softmax:
         out_ref[head] = out[:, plan.value_width - plan.head_dim :].astype(out_ref.dtype)
 
 
+def product(plan: Plan, a: Array, b: Array, contract_b: int) -> Array:
+    """Returns f32: a[m, n] times b, contracted over axis 1 of a and axis `contract_b` of b."""
+    is_float32 = plan.compute_dtype == jnp.float32
+    return lax.dot_general(
+        a.astype(plan.compute_dtype),
+        b,
+        (((1,), (contract_b,)), ((), ())),
+        precision=lax.Precision.HIGHEST if is_float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
 def widen(x: Array, num_lanes: int) -> Array:
     """Returns [query, 128], equal in all lanes, as [query, num_lanes]."""
     return jnp.concatenate([x] * -(-num_lanes // LANES), axis=1)[:, :num_lanes]
@@ -268,7 +285,11 @@ def seen_mask(plan: Plan, span: Span, key0: Array, num_valid: Array, window: Arr
     """
     query = lax.broadcasted_iota(jnp.int32, (plan.num_queries, plan.chunk_len), 0)
     key = lax.broadcasted_iota(jnp.int32, query.shape, 1) + (key0 - span.base)
-    seen = (query >= key * plan.group) & (query < num_valid * plan.group)
+    last = key
+    if plan.codes is not None:  # a block is seen by the queries after it
+        slot = lax.rem(lax.broadcasted_iota(jnp.int32, query.shape, 1), jnp.int32(plan.block_size))
+        last = key + (plan.block_size - slot)
+    seen = (query >= last * plan.group) & (query < num_valid * plan.group)
     if window is not None:
         seen &= query < (key + window) * plan.group
     return seen
@@ -305,48 +326,67 @@ def kernel(
     peak_ref,  # VMEM f32[kv_head, query, 128]
     total_ref,  # VMEM f32[kv_head, query, 128]
     acc_ref,  # VMEM f32[kv_head, query, value_width]
-    turn_ref,  # SMEM i32[2]: chunks so far, place of the row's table
+    turn_ref,  # SMEM i32[3]: chunks so far, place of the row's table, that row
     sems_ref,  # DMA[2]
     table_rows_ref,  # SMEM i32[2, 1, table_width]
     table_sem_ref,  # DMA[1]
 ):
     """Answers the queries of tile program_id(2) of row program_id(1) of core program_id(0)."""
+    tables = Tables(plan, tables_ref, table_rows_ref, table_sem_ref)
+    run(
+        make_rows(plan, kv_lens_ref, q_lens_ref, layer_ref[1] if has_window else None),
+        Chunks(plan, layer_ref[0], tables, kv_ref, buffers_ref, sems_ref),
+        Softmax(plan, floats_ref, q_ref, peak_ref, total_ref, acc_ref, has_soft_cap),
+        turn_ref,
+        out_ref,
+        lse_ref,
+    )
+
+
+def make_rows(plan: Plan, kv_lens_ref: Ref, q_lens_ref: Ref, window: Array | None) -> Rows:
+    """Returns the rows of this core."""
+    end = (pl.program_id(0) + 1) * plan.rows_per_core
+    return Rows(plan, kv_lens_ref, q_lens_ref, window, end)
+
+
+def run(
+    rows: Rows, chunks: Chunks, softmax: Softmax, turn_ref: Ref, out_ref: Ref, lse_ref: Ref
+) -> None:
+    """Answers one tile of one row; the first grid step of a core starts its first chunk as well."""
+    plan, tables = rows.plan, chunks.tables
     begin = pl.program_id(0) * plan.rows_per_core
     row, tile = begin + pl.program_id(1), pl.program_id(2)
-    window = layer_ref[1] if has_window else None
-    rows = Rows(plan, kv_lens_ref, q_lens_ref, window, begin + plan.rows_per_core)
-    tables = Tables(plan, tables_ref, table_rows_ref, table_sem_ref)
-    chunks = Chunks(plan, layer_ref[0], tables, kv_ref, buffers_ref, sems_ref)
-    softmax = Softmax(plan, floats_ref, q_ref, peak_ref, total_ref, acc_ref, has_soft_cap)
     span = rows.span(row, tile)
+
+    last_tile = jnp.int32(plan.num_tiles - 1)
 
     @pl.when((row == begin) & (tile == 0))
     def _first_of_core():
-        turn_ref[0], turn_ref[1] = 0, 1
-        first_row = rows.next_row(begin - 1)
+        turn_ref[0], turn_ref[1], turn_ref[2] = 0, 1, -1
+        first_row, first_tile = rows.next_work(begin - 1, last_tile)
 
         @pl.when(first_row < rows.end)
         def _():
             tables.start(first_row, jnp.int32(0))
             tables.wait(jnp.int32(0))
-            first = rows.span(first_row, jnp.int32(0))
+            first = rows.span(first_row, first_tile)
             chunks.start(first_row, jnp.int32(0), first.first_block, first.num_blocks, jnp.int32(0))
 
     softmax.clear()
 
     @pl.when(span.num_blocks > 0)
     def _work():
-        after_row = rows.next_row(row)
+        after_row, _ = rows.next_work(row, last_tile)
 
-        @pl.when(tile == 0)
+        @pl.when(turn_ref[2] != row)
         def _first_of_row():
-            turn_ref[1] = 1 - turn_ref[1]
+            turn_ref[1], turn_ref[2] = 1 - turn_ref[1], row
 
             @pl.when(after_row < rows.end)
             def _():
                 tables.start(after_row, 1 - turn_ref[1])
 
-        answer_tile(plan, rows, chunks, softmax, turn_ref, row, tile, after_row, span)
+        answer_tile(plan, rows, chunks, softmax, turn_ref, row, tile, span)
 
     for_heads(plan, lambda head: softmax.finish(head, out_ref, lse_ref))
 
@@ -359,7 +399,6 @@ def answer_tile(
     turn_ref: Ref,
     row: Array,
     tile: Array,
-    after_row: Array,
     span: Span,
 ) -> None:
     """Attends to every chunk of a tile, starting the copies of the chunk after each."""
@@ -367,10 +406,11 @@ def answer_tile(
     num_chunks = lax.div(span.num_blocks + (size - 1), jnp.int32(size))
     turn, place = turn_ref[0], turn_ref[1]
 
-    stays = (tile + 1) * plan.tile_len < rows.q_len(row)
-    next_row = jnp.where(stays, row, jnp.minimum(after_row, rows.end - 1))
-    next_span = rows.span(next_row, jnp.where(stays, tile + 1, 0))
-    next_blocks = jnp.where(stays | (after_row < rows.end), next_span.num_blocks, 0)
+    next_row, next_tile = rows.next_work(row, tile)
+    has_next, stays = next_row < rows.end, next_row == row
+    next_row = jnp.minimum(next_row, rows.end - 1)
+    next_span = rows.span(next_row, next_tile)
+    next_blocks = jnp.where(has_next, next_span.num_blocks, 0)
     next_place = jnp.where(stays, place, 1 - place)
 
     @pl.loop(0, num_chunks)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.layout import KVLayout
+from pallas_kernels.sealed import SealedLayout
 
 LANES = 128
 VMEM_LIMIT_BYTES = 64 * 2**20
@@ -61,6 +62,7 @@ class Plan:
       compute_dtype: the type both operands of a matrix product have.
       unroll_heads: the kv heads of a chunk are unrolled.
       table_in_smem: the whole table is prefetched; else it visits SMEM row by row.
+      codes: the layout of the codes, where the kernel reads sealed blocks; else None.
     """
 
     num_cores: int
@@ -78,6 +80,7 @@ class Plan:
     compute_dtype: np.dtype
     unroll_heads: bool
     table_in_smem: bool
+    codes: SealedLayout | None = None
 
     @property
     def chunk_len(self) -> int:
@@ -121,7 +124,11 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def make_plan(
-    q_shape: tuple[int, ...], q_dtype: np.dtype, layout: KVLayout, max_blocks: int, tuning: Tuning
+    q_shape: tuple[int, ...],
+    q_dtype: np.dtype,
+    layout: KVLayout | SealedLayout,
+    max_blocks: int,
+    tuning: Tuning,
 ) -> Plan:
     """Returns the plan of one call.
 
@@ -136,12 +143,17 @@ def make_plan(
       NotImplementedError: the target cannot do this; the message says what it can.
     """
     rows, query_len, num_q_heads, head_dim = q_shape
-    check_supported(layout)
+    codes = layout if isinstance(layout, SealedLayout) else None
+    if isinstance(layout, SealedLayout):
+        check_codes_supported(layout)
+        dtype, exact = layout.codes_dtype, q_dtype == jnp.bfloat16
+    else:
+        check_supported(layout)
+        dtype, exact = layout.format.dtype, layout.format.dtype == q_dtype == jnp.bfloat16
     group = num_q_heads // layout.num_kv_heads
     tile_len = _tile_len(query_len, group, tuning)
     is_wide = tile_len * group > tuning.wide_queries
     num_cores = 1 if rows % tuning.num_cores else tuning.num_cores
-    both_bfloat16 = layout.format.dtype == jnp.bfloat16 and q_dtype == jnp.bfloat16
     return Plan(
         num_cores=num_cores,
         rows_per_core=rows // num_cores,
@@ -154,10 +166,11 @@ def make_plan(
         num_blocks=layout.num_blocks,
         max_blocks=max_blocks,
         chunk_blocks=_chunk_blocks(layout, max_blocks, is_wide, tuning),
-        dtype=layout.format.dtype,
-        compute_dtype=jnp.dtype(jnp.bfloat16 if both_bfloat16 else jnp.float32),
-        unroll_heads=not is_wide,
+        dtype=dtype,
+        compute_dtype=jnp.dtype(jnp.bfloat16 if exact else jnp.float32),
+        unroll_heads=not is_wide or codes is not None,
         table_in_smem=rows * max_blocks * 4 <= tuning.smem_table_bytes,
+        codes=codes,
     )
 
 
@@ -177,17 +190,37 @@ def check_supported(layout: KVLayout) -> None:
         raise NotImplementedError(f"head_dim {layout.head_dim} on tpu: supported are {SUPPORTED}")
 
 
+def check_codes_supported(layout: SealedLayout) -> None:
+    """Refuses, before any launch, sealed blocks that the TPU kernels cannot read.
+
+    Raises:
+      NotImplementedError: names the value and what is supported.
+    """
+    tile = 32 * 8 // layout.format.bits  # tokens of a whole tile of codes
+    if layout.block_size % tile:
+        raise NotImplementedError(
+            f"block_size {layout.block_size} with {layout.format.name} on tpu: expected a multiple of {tile}"
+        )
+    if layout.head_dim not in (64, 128, 256):
+        raise NotImplementedError(
+            f"head_dim {layout.head_dim} with {layout.format.name} on tpu: supported are 64, 128, 256"
+        )
+
+
 def _tile_len(query_len: int, group: int, tuning: Tuning) -> int:
     """Returns query positions per tile: all of them, or a power of two that keeps max_queries."""
     most = max(1, tuning.max_queries // group)
     return query_len if query_len <= most else 1 << (most.bit_length() - 1)
 
 
-def _chunk_blocks(layout: KVLayout, max_blocks: int, is_wide: bool, tuning: Tuning) -> int:
+def _chunk_blocks(
+    layout: KVLayout | SealedLayout, max_blocks: int, is_wide: bool, tuning: Tuning
+) -> int:
     """Returns blocks per chunk: chunk_bytes worth, within the limits, whole lanes of tokens."""
     bs = layout.block_size
     step = LANES // math.gcd(bs, LANES)
-    block_bytes = layout.num_kv_heads * bs * 2 * layout.head_dim * layout.format.itemsize
+    bits = layout.format.bits if isinstance(layout, SealedLayout) else 8 * layout.format.itemsize
+    block_bytes = layout.num_kv_heads * bs * 2 * layout.head_dim * bits // 8
     max_len = tuning.max_chunk_len_wide if is_wide else tuning.max_chunk_len
     blocks = min(
         tuning.chunk_bytes // block_bytes,

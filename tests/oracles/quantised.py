@@ -84,3 +84,41 @@ def quantised_attention_oracle(
             weights = np.exp(np.array(scores) - max(scores))
             out[p, head] = weights @ np.array(values) / weights.sum()
     return out
+
+
+def sealed_attention_oracle(
+    q, sealed, layer, block_tables, kv_lens, q_lens, *, scale, soft_cap, window
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (out f64[row, q_pos, q_head, head_dim], lse f64[row, q_pos, q_head]) over the blocks before each query's own.
+
+    Arguments as in `oracles.attention.paged_attention_oracle`, with the sealed store for its pool.
+    """
+    q = np.asarray(q).astype(np.float64)
+    size, heads = sealed.layout.block_size, sealed.layout.num_kv_heads
+    out, lse, blocks = np.zeros(q.shape), np.full(q.shape[:3], -np.inf), {}
+    for row in range(len(q)):
+        for j in range(int(q_lens[row])):
+            p = int(kv_lens[row]) - int(q_lens[row]) + j
+            begin = 0 if window is None else max(0, p - window + 1)
+            keys = range(begin, p // size * size)
+            if not keys:
+                continue
+            for i in {i // size for i in keys}:
+                name = int(block_tables[row][i])
+                if name not in blocks:
+                    blocks[name] = read_block(sealed, layer, name)
+            for head in range(q.shape[2]):
+                h = head * heads // q.shape[2]
+                k = np.array(
+                    [blocks[int(block_tables[row][i // size])][0][h, i % size] for i in keys]
+                )
+                v = np.array(
+                    [blocks[int(block_tables[row][i // size])][1][h, i % size] for i in keys]
+                )
+                scores = scale * (k @ q[row, j, head])
+                if soft_cap is not None:
+                    scores = soft_cap * np.tanh(scores / soft_cap)
+                weights = np.exp(scores - scores.max())
+                out[row, j, head] = weights @ v / weights.sum()
+                lse[row, j, head] = scores.max() + math.log(weights.sum())
+    return out, lse

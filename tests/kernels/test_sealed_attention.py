@@ -1,0 +1,58 @@
+"""Attention over sealed blocks: every implementation that reads codes, against the float64 oracle."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from oracles.attention import TOLERANCES, worst_row_error
+from oracles.quantised import sealed_attention_oracle
+from sealed_cases import SEALED_CASES, SealedCase, make_sealed_inputs
+
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.tpu import paged_attention_tpu
+from pallas_kernels.paged_attention.tpu_plan import Tuning
+
+NARROW = Tuning(
+    max_chunk_len=128, max_chunk_len_wide=128, max_queries=32, wide_queries=16, smem_table_bytes=0
+)
+RUNS = {
+    "reference": functools.partial(paged_attention, implementation="reference", return_lse=True),
+    "xla": functools.partial(paged_attention, implementation="xla", return_lse=True),
+    "tpu": functools.partial(paged_attention_tpu, interpret=pltpu.InterpretParams(), tuning=NARROW),
+}
+
+
+@functools.cache
+def expected(case: SealedCase) -> tuple[np.ndarray, np.ndarray]:
+    inputs = make_sealed_inputs(case)
+    view = jax.tree.map(np.asarray, inputs.view)
+    return sealed_attention_oracle(
+        np.asarray(inputs.q), inputs.store, 1, view.block_tables, view.kv_lens, view.q_lens,
+        **inputs.knobs(case),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SEALED_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", RUNS)
+def test_sealed_attention_matches_the_oracle(name: str, case: SealedCase) -> None:
+    """Codes, scales and centres, block edges, windows, empty rows; rubbish in every block that is not sealed."""
+    inputs = make_sealed_inputs(case)
+    call = jax.jit(
+        functools.partial(RUNS[name], **inputs.knobs(case)),
+        compiler_options={"xla_backend_optimization_level": "0"},
+    )
+    out, lse = call(inputs.q, inputs.store, inputs.layer, inputs.view)
+    want, want_lse = expected(case)
+    assert worst_row_error(out, want) < TOLERANCES[case.dtype]
+    seen = np.isfinite(want_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), ~seen)
+    np.testing.assert_allclose(
+        np.asarray(lse)[seen],
+        want_lse[seen],
+        rtol=1e-5,
+        atol=2e-5 if case.dtype == "float32" else 2e-2,
+    )
