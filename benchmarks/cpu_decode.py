@@ -25,6 +25,7 @@ import numpy as np
 from jaxkv import CacheConfig, decode_loop
 from jaxkv.sampling import SamplingParams, sampling_state
 from models.qwen import load
+from pallas_kernels.sealed import SEALED_FORMATS
 
 NUM_SEQS, CONTEXT_LEN, STEPS, CHUNK = 8, 1024, 8, 256
 WARM_UP_STEPS = 2
@@ -38,18 +39,20 @@ def prompts(vocab: int) -> np.ndarray:
 class Ours:
     """The jitted loop of jaxkv, its sequences prefilled to CONTEXT_LEN tokens."""
 
-    def __init__(self, path: Path, total_steps: int) -> None:
-        self.model = load(path).model.spread()
+    def __init__(self, model: Any, total_steps: int, format: str = "float32") -> None:
+        self.model = model
         config = self.model.config
-        blocks = -(-(CONTEXT_LEN + total_steps + 1) // 16)
+        block_size = SEALED_FORMATS[format].default_block_size if format in SEALED_FORMATS else 16
+        blocks = -(-(CONTEXT_LEN + total_steps + 1) // block_size)
         self.cache_config = CacheConfig(
             num_layers=config.num_layers,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            block_size=16,
+            block_size=block_size,
             num_blocks=NUM_SEQS * blocks,
             max_seqs=NUM_SEQS,
             max_blocks_per_seq=blocks,
+            format=format,
         )
         self.state = decode_loop.init_state(
             self.cache_config,
@@ -83,8 +86,8 @@ class Ours:
     def bytes_per_step(self) -> int:
         """Returns the bytes a step has to read: all weights, and the KV of CONTEXT_LEN tokens of each row."""
         layout = self.cache_config.layout
-        per_token = layout.nbytes // (layout.num_blocks * layout.block_size)
-        return harness.tree_bytes(self.model) + NUM_SEQS * CONTEXT_LEN * per_token
+        per_token = layout.nbytes / (layout.num_blocks * layout.block_size)
+        return harness.tree_bytes(self.model) + round(NUM_SEQS * CONTEXT_LEN * per_token)
 
 
 class Transformers:
@@ -170,11 +173,40 @@ def model_path() -> Path:
     return found[0]
 
 
+def formats_beside_float32(model: Any, rounds: int) -> list[harness.Result]:
+    """Times a step with each quantised format in turn with the float32 cache; a ratio above 1 is a faster step."""
+    total = (WARM_UP_STEPS + rounds) * STEPS
+    caches = {name: Ours(model, total, name) for name in ("float32", *SEALED_FORMATS)}
+    for _ in range(WARM_UP_STEPS):
+        for cache in caches.values():
+            jax.block_until_ready(cache.steps())
+    times = harness.alternate(rounds, *(cache.steps for cache in caches.values()))
+    plain = statistics.median(times[0]) / STEPS
+    results = []
+    for name, seconds in zip(list(caches)[1:], times[1:], strict=True):
+        step = statistics.median(seconds) / STEPS
+        results.append(
+            harness.Result(
+                metric=f"cpu_decode.{name}_vs_float32",
+                value=step * 1e3,
+                unit="ms/step",
+                shapes={"seqs": NUM_SEQS, "context": CONTEXT_LEN, "threads": os.cpu_count()},
+                versus="float32 cache",
+                versus_value=plain * 1e3,
+                ratio=plain / step,
+                spread=tuple(q / STEPS * 1e3 for q in harness.middle_half(seconds)),
+            )
+        )
+    return results
+
+
 def run(quick: bool) -> list[harness.Result]:
     """Times decode steps in turn with transformers' and returns the ratios."""
     rounds, generate_rounds = (3, 1) if quick else (7, 3)
     path = model_path()
-    ours = Ours(path, (WARM_UP_STEPS + rounds + generate_rounds) * STEPS)
+    model = load(path).model.spread()
+    formats = formats_beside_float32(model, rounds)
+    ours = Ours(model, (WARM_UP_STEPS + rounds + generate_rounds) * STEPS)
     theirs = Transformers(path)
     agree = int((np.asarray(ours.state.tokens[:, 0]) == theirs.first).sum())
     if agree < NUM_SEQS - 1:  # arbitrary ids give flat logits: one tie may break differently
@@ -204,6 +236,7 @@ def run(quick: bool) -> list[harness.Result]:
         )
 
     return [
+        *formats,
         times_as_fast("vs_hf_generate", generate),
         times_as_fast("vs_hf_forward", forward),
         harness.Result(

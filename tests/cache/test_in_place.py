@@ -15,13 +15,19 @@ from fast_compile import FAST_COMPILE
 from jaxkv import CacheConfig, decode_loop, fork, init_cache, release, reserve, truncate
 from jaxkv.sampling import SamplingParams, sampling_state
 from pallas_kernels.layout import FORMATS
+from pallas_kernels.sealed import SEALED_FORMATS
 
 MIB = 2**20
 ROWS = 8
 
 
 def big_config(format: str) -> CacheConfig:
-    """Returns a cache whose pool is exactly 256 MiB."""
+    """Returns a cache whose pool is 256 MiB, or that many bytes of codes."""
+    if format in SEALED_FORMATS:
+        bits = SEALED_FORMATS[format].bits
+        blocks = 256 * MIB * 8 // (2 * 2 * 64 * 2 * 64 * bits)
+        sizes = {"block_size": 64, "num_blocks": blocks, "max_blocks_per_seq": 32}
+        return dataclasses.replace(big_config("float32"), format=format, **sizes)
     itemsize = jnp.dtype(format).itemsize
     return CacheConfig(
         num_layers=2,
@@ -58,7 +64,7 @@ def check_in_place(compiled: Any, donated: Any, config: CacheConfig) -> None:
     assert memory.temp_size_in_bytes <= 0.02 * config.layout.nbytes
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, *SEALED_FORMATS])
 @pytest.mark.parametrize("program", ["prefill", "start", "decode"])
 def test_generation_program_updates_the_cache_in_place(program: str, format: str) -> None:
     config = big_config(format)
