@@ -59,7 +59,8 @@ def check(target: str, loop: Loop) -> None:
     print(f"\n{target} pool {pool_bytes:,} temp {memory.temp_size_in_bytes:,}")
     assert memory.argument_size_in_bytes == others.argument_size_in_bytes + pool_bytes
     assert memory.alias_size_in_bytes == others.alias_size_in_bytes + pool_bytes
-    # XLA:GPU takes a layer's matrix out of its stack before it multiplies; XLA:TPU reads it where it lies.
+    # XLA:GPU, which may not autotune here, copies a layer's matrix out of its stack before it multiplies; XLA:TPU
+    # reads it where it lies.
     activations = loop.logits_bytes + (0 if is_tpu else loop.largest_matrix_bytes)
     assert memory.temp_size_in_bytes <= 0.01 * layout.nbytes + activations
 

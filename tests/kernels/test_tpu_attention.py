@@ -141,6 +141,7 @@ def bits(result) -> list[bytes]:
 
 @pytest.mark.parametrize("case", RUNS, ids=lambda case: case.name)
 def test_attention_case_matches_oracle_and_reference(case):
+    """Field cases A6 to A9, E1, E2, J1, M1 to M5, R1: every named case, NaN and Inf wherever nothing may look."""
     inputs = make_inputs(case)
     got = run(case, inputs)
     assert_close(case, got, expect(case, inputs))
@@ -159,6 +160,7 @@ def test_attention_default_tuning_matches_oracle(name):
     "name", ["decode_many_blocks", "speculative_window", "decode_bfloat16_bits"]
 )
 def test_attention_dead_slots_and_block_ids_change_no_bit(name):
+    """Field cases E1, E2, R3, R4: dead bytes, the order of blocks and any sentinel leave every bit alone."""
     case = find(name)
     finite = bits(run(case, make_inputs(case, dead=(0.0,))))
     assert bits(run(case, make_inputs(case, dead=(math.nan, math.inf)))) == finite
@@ -168,6 +170,7 @@ def test_attention_dead_slots_and_block_ids_change_no_bit(name):
 
 
 def test_attention_nan_behind_the_window_changes_no_bit():
+    """Field cases E1, K4: keys no query can see, inside kv_len."""
     case = dataclasses.replace(find("decode_window"), lens=((1, 40), (1, 300), (1, 5)))
     inputs = make_inputs(case)
     kv = np.asarray(inputs.store.kv).copy()
@@ -200,7 +203,7 @@ def test_attention_tuning_changes_no_bit(change):
 
 
 def test_attention_scores_far_below_zero_give_the_mean_of_v():
-    """Scores of -6e4 and of -1e30: softmax only knows differences, so a finite mask value would show."""
+    """Field case E7: scores of -6e4 and of -1e30; softmax only knows differences, so a finite mask value would show."""
     case = Case("flat", num_q_heads=1, num_kv_heads=1, lens=((1, 3), (1, 3)), scale=1.0)
     inputs = make_inputs(case)
     kv = np.asarray(inputs.store.kv).copy()
@@ -236,6 +239,7 @@ def test_attention_q_wider_than_the_store_keeps_its_precision(q_dtype, tolerance
 
 
 def test_attention_blocks_past_16_bits_are_found():
+    """Field case F3: data in blocks 65,535, 65,536 and 69,999 alone."""
     layout = KVLayout(1, 70_000, 1, 8, 8, kv_format("float32"), False)
     case = Case("far", 1, 1, 8, 8, lens=((1, 20),), num_layers=1, layer=0)
     inputs = make_inputs(case)
@@ -310,6 +314,7 @@ def test_attention_race_detection_reports_a_missing_wait(monkeypatch, capfd):
     ],
 )
 def test_attention_unsupported_input_names_it_and_what_is_supported(change, named):
+    """Field case M9: refused before launch."""
     case = dataclasses.replace(find("decode"), **change)
     with pytest.raises(NotImplementedError, match=f"{named}.*supported are float32 or bfloat16"):
         run(case, make_inputs(case))
