@@ -7,7 +7,8 @@ of the loop count, also those of branches a whole chunk of blocks never enters.
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import importlib.metadata
 import os
 import re
 import shutil
@@ -84,7 +85,7 @@ def bundles_of(chip: Chip, function: Callable[..., Any], *args: Any) -> int:
     return bundles
 
 
-def ours(chip: Chip, case: Case, as_bits: bool) -> float:
+def ours(chip: Chip, case: Case) -> float:
     """Returns bundles per KiB of our kernel."""
     rows, context = len(case.lens), case.lens[0][1]
     columns = context // case.block_size
@@ -95,7 +96,7 @@ def ours(chip: Chip, case: Case, as_bits: bool) -> float:
         case.block_size,
         case.head_dim,
         kv_format(case.format),
-        as_bits,
+        case.as_bits,
     )
     dtype = layout.format.dtype
     q = array(rows, 1, case.num_q_heads, case.head_dim, dtype=dtype)
@@ -160,61 +161,119 @@ def stock_ragged(chip: Chip, case: Case) -> float:
     return bundles / (STOCK_CHUNK * case.num_kv_heads * 2 * case.head_dim * 2 / 1024)
 
 
-def stock_results(chip: Chip, case: Case, shapes: dict[str, Any]) -> list[harness.Result]:
-    """Returns a result per stock kernel that takes the case; what one refuses is not a number to report."""
-    results = []
-    for name, measure in (("stock_paged", stock_paged), ("stock_ragged", stock_ragged)):
-        metric = f"static_tpu.{chip.name}.bfloat16.block{case.block_size}.{name}.bundles_per_kib"
+KERNELS = {"ours": ours, "stock_paged": stock_paged, "stock_ragged": stock_ragged}
+
+
+def measure_all(chip: Chip, case: Case) -> dict[str, float]:
+    """Returns bundles per KiB of every kernel that takes the case; a stock kernel may refuse it."""
+    values = {}
+    for name, measure in KERNELS.items():
         try:
-            results.append(harness.Result(metric, measure(chip, case), "bundles/KiB", dict(shapes)))
+            values[name] = measure(chip, case)
         except Exception as error:
+            if name == "ours":
+                raise
             reason = (str(error) or type(error).__name__).splitlines()[0][:60]
-            print(f"{metric}: unsupported at head_dim {case.head_dim}: {reason}", file=sys.stderr)
-    return results
+            print(f"{chip.name} {case.name} {name}: unsupported: {reason}", file=sys.stderr)
+    return values
+
+
+def results_of(chip: Chip, case: Case) -> list[harness.Result]:
+    """Returns one result a kernel; ours is compared with the better of the stock kernels."""
+    model = case.name.partition("_block")[0]
+    shapes = {
+        "model": model,
+        "batch": len(case.lens),
+        "context": case.lens[0][1],
+        "heads": f"{case.num_q_heads}/{case.num_kv_heads}",
+        "head_dim": case.head_dim,
+        "compiler": f"libtpu {importlib.metadata.version('libtpu')}",
+    }
+    suffix = "" if model == "qwen3_8b" else f".{model.replace('.', '_')}"
+    prefix = f"static_tpu.{chip.name}.{case.format}.block{case.block_size}{suffix}"
+    values = measure_all(chip, case)
+    mine = values.pop("ours")
+    best = min(values, key=values.__getitem__, default=None)
+    result = harness.Result(
+        f"{prefix}.bundles_per_kib",
+        mine,
+        "bundles/KiB",
+        shapes,
+        versus=best,
+        versus_value=None if best is None else values[best],
+        ratio=None if best is None else mine / values[best],
+        limit=LIMITS[model][case.block_size] if chip.name == "v5e" else None,
+    )
+    others = [
+        harness.Result(f"{prefix}.{name}.bundles_per_kib", value, "bundles/KiB", shapes)
+        for name, value in values.items()
+    ]
+    return [result, *others]
 
 
 def run(quick: bool) -> list[harness.Result]:
-    """Returns all results: our kernel per chip, format and case; the stock kernels on v5e."""
-    results = []
+    """Returns all results, per chip and case; quick: v5e and blocks of 16."""
+    chips = [CHIPS["v5e"]] if quick else list(CHIPS.values())
     cases = [case for case in SPEED if not quick or case.block_size == 16]
-    formats = [("bfloat16", False)] if quick else [("bfloat16", False), ("float32", False)]
-    for chip in [CHIPS["v5e"]] if quick else CHIPS.values():
-        for case in cases:
-            model = case.name.partition("_block")[0]
-            shapes = {
-                "model": model,
-                "batch": len(case.lens),
-                "context": case.lens[0][1],
-                "heads": f"{case.num_q_heads}/{case.num_kv_heads}",
-                "head_dim": case.head_dim,
-            }
-            stock = stock_results(chip, case, shapes) if chip.name == "v5e" else []
-            results += stock
-            for format, as_bits in formats:
-                value = ours(chip, dataclasses.replace(case, format=format), as_bits)
-                best = min(stock, key=lambda r: r.value, default=None)
-                is_ruled = chip.name == "v5e" and format == "bfloat16"
-                suffix = "" if model == "qwen3_8b" else f".{model.replace('.', '_')}"
-                metric = f"static_tpu.{chip.name}.{format}.block{case.block_size}{suffix}"
-                results.append(
-                    harness.Result(
-                        f"{metric}.bundles_per_kib",
-                        value,
-                        "bundles/KiB",
-                        shapes,
-                        versus=best.metric.split(".")[-2] if best and is_ruled else None,
-                        versus_value=best.value if best and is_ruled else None,
-                        ratio=value / best.value if best and is_ruled else None,
-                        limit=LIMITS[model][case.block_size] if is_ruled else None,
-                    )
-                )
-    return results
+    return [result for chip in chips for case in cases for result in results_of(chip, case)]
+
+
+def save(results: list[harness.Result]) -> None:
+    """Writes the results to benchmarks/results, as JSON lines and as a table: one row a chip and case."""
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    (folder / "static_tpu.jsonl").write_text("".join(f"{r.line()}\n" for r in results))
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for r in results:
+        _, chip, _, block, *middle, _ = r.metric.split(".")
+        row = rows.setdefault((r.shapes["model"], chip, block.removeprefix("block")), {})
+        kernel = middle[-1] if middle and middle[-1] in KERNELS else "ours"
+        row[kernel] = f"{r.value:.2f}"
+        row.setdefault("limit", "" if r.limit is None else f"{r.limit}")
+    columns = (*KERNELS, "limit")
+    first = results[0].shapes
+    lines = [
+        "# Bundles per KiB of K and V: TPU decode attention, no TPU needed",
+        "",
+        f"`python benchmarks/static_tpu.py --save`: batch {first['batch']}, {first['context']:,} tokens a row, bfloat16; "
+        f"{first['compiler']}, {harness.versions()}.",
+        "",
+        "A bundle is a cycle. A v5e (819 GB/s at 1.5 GHz) waits for memory below about 1.9. `stock_paged` and",
+        "`stock_ragged` are `jax.experimental.pallas.ops.tpu.paged_attention` and `ragged_paged_attention`; a dash:",
+        "the kernel does not take the case. The limit is what the project asks of itself.",
+        "",
+        "| " + " | ".join(("model", "chip", "block", *columns)) + " |",
+        "|---|---|--:|" + "--:|" * len(columns),
+    ]
+    lines += [
+        "| " + " | ".join((*key, *(row.get(name, "-") for name in columns))) + " |"
+        for key, row in rows.items()
+    ]
+    (folder / "static_tpu.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    """Runs the benchmark; `--save` also writes the results to benchmarks/results."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--save", action="store_true")
+    options, sys.argv[1:] = parser.parse_known_args()
+
+    def run_and_save(quick: bool) -> list[harness.Result]:
+        results = run(quick)
+        if options.save:
+            save(results)
+        return results
+
+    title = (
+        "TPU decode attention: bundles per KiB of K and V in the loop over keys (--save keeps them)"
+    )
+    harness.main(title, run_and_save)
 
 
 if __name__ == "__main__":
     try:
         if available() is not None:
             sys.exit(f"static_tpu: {available()}")
-        harness.main("TPU decode attention: bundles per KiB of K and V in the loop over keys", run)
+        main()
     finally:
         shutil.rmtree(DUMP, ignore_errors=True)

@@ -13,27 +13,42 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 AUTO = "auto"
 
-_refuse = Primitive("refuse")
-_refuse.multiple_results = True
+_only_on = Primitive("only_on")
+_only_on.multiple_results = True
 
 
-@_refuse.def_abstract_eval
-def _(*operands: Any, shapes: Any, reason: str) -> Any:
-    del operands, reason
+@_only_on.def_abstract_eval
+def _(*operands: Any, platform: str, program: ClosedJaxpr | None, reason: str, shapes: Any) -> Any:
+    del operands, platform, program, reason
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes]
 
 
-def _refuse_lowering(ctx: Any, *operands: Any, shapes: Any, reason: str) -> Any:
-    del ctx, operands, shapes
-    raise NotImplementedError(f'{reason} (implementation="xla" runs on every platform)')
+def _only_on_lowering(
+    ctx: Any,
+    *operands: Any,
+    platform: str,
+    program: ClosedJaxpr | None,
+    reason: str,
+    shapes: Any,
+) -> Any:
+    """Lowers a program for one platform, whatever else the module is lowered for, or refuses to.
+
+    `lax.platform_dependent` alone will not do: a module for several platforms (`jax.export`) lowers each of its
+    branches for all of them, and a Pallas kernel knows but one.
+    """
+    del shapes
+    if program is None:
+        raise NotImplementedError(f'{reason} (implementation="xla" runs on every platform)')
+    lower = mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)
+    return lower(ctx.replace(platforms=(platform,)), *operands)
 
 
-mlir.register_lowering(_refuse, _refuse_lowering)
+mlir.register_lowering(_only_on, _only_on_lowering)
 
 
 def check_name(name: str, known: Mapping[str, Any]) -> None:
@@ -69,25 +84,34 @@ def run(
         return implementations[name](*operands)
     result = jax.eval_shape(implementations[default], *operands)
     branches = {
-        platform: _or_refuse(implementations[chosen], result, operands)
+        platform: _on(platform, implementations[chosen], result, operands)
         for platform, chosen in by_platform.items()
     }
     return jax.lax.platform_dependent(*operands, default=implementations[default], **branches)
 
 
-def _or_refuse(
-    implementation: Callable[..., Any], result: Any, operands: tuple[Any, ...]
+def _on(
+    platform: str, implementation: Callable[..., Any], result: Any, operands: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """Returns the implementation, or, if it does not support the operands, one that lowering refuses."""
+    """Returns the implementation as a program that is lowered for `platform` only.
+
+    If it does not support the operands, lowering raises what it raised here.
+    """
+    leaves, structure = jax.tree.flatten(result)
+    program, reason = None, ""
     try:
-        jax.eval_shape(implementation, *operands)
+        program = jax.make_jaxpr(implementation)(*operands)
     except NotImplementedError as error:
-        leaves, structure = jax.tree.flatten(result)
         reason = str(error)
 
-        def refuse(*operands: Any) -> Any:
-            out = _refuse.bind(*jax.tree.leaves(operands), shapes=tuple(leaves), reason=reason)
-            return jax.tree.unflatten(structure, out)
+    def call(*operands: Any) -> Any:
+        out = _only_on.bind(
+            *jax.tree.leaves(operands),
+            platform=platform,
+            program=program,
+            reason=reason,
+            shapes=tuple(leaves),
+        )
+        return jax.tree.unflatten(structure, out)
 
-        return refuse
-    return implementation
+    return call

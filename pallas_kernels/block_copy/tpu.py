@@ -75,14 +75,17 @@ def _kernel(
     dst_ref: Any,  # i32[n]
     count_ref: Any,  # i32[1]
     # in
-    _: Any,  # HBM: the pool, as the output
+    old_kv_ref: Any,  # HBM dtype[layer, block, kv_head, block_size, 2 * head_dim]
     # out
-    kv_ref: Any,  # HBM dtype[layer, block, kv_head, block_size, 2 * head_dim]
+    new_kv_ref: Any,  # HBM: the same pool
     # scratch
     sem_ref: Any,  # DMA[1]
 ) -> None:
-    """Starts every copy, then waits for all of them."""
-    num_blocks = kv_ref.shape[1]
+    """Starts every copy, then waits for all of them.
+
+    Reads through the operand, so that the kernel has none it never reads (field case R2).
+    """
+    num_blocks = old_kv_ref.shape[1]
 
     def is_inside(block):
         return (block >= 0) & (block < num_blocks)
@@ -94,7 +97,7 @@ def _kernel(
             def _():
                 action(
                     pltpu.make_async_copy(
-                        kv_ref.at[:, src_ref[i]], kv_ref.at[:, dst_ref[i]], sem_ref.at[0]
+                        old_kv_ref.at[:, src_ref[i]], new_kv_ref.at[:, dst_ref[i]], sem_ref.at[0]
                     )
                 )
 

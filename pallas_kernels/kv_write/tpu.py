@@ -150,9 +150,9 @@ def _kernel(
     ends_ref,  # i32[item]: before the tile and end past it
     # in
     new_ref,  # VMEM dtype[item, kv_head, TILE or 1, 2 * head_dim]
-    _,  # HBM: the pool, as the output
+    old_kv_ref,  # HBM dtype[layer, block, kv_head, block_size, 2 * head_dim]
     # out
-    kv_ref,  # HBM dtype[layer, block, kv_head, block_size, 2 * head_dim]
+    new_kv_ref,  # HBM: the same pool
     # scratch
     old_ref,  # VMEM dtype[item, kv_head, TILE, 2 * head_dim]
     sems_ref,  # DMA[2]: reads, writes
@@ -160,13 +160,17 @@ def _kernel(
     """Writes the tiles of one step: start all reads, wait for all, merge and start all writes, wait.
 
     Copies end in any order, so a wait on a shared semaphore tells nothing until all have been waited for.
+    Tiles are read through the operand and written through the result, which is the same memory: libtpu has
+    returned zeros to kernels with an operand they never read.
+
+    References: field case R2.
     """
     first = pl.program_id(0) * per_step
     count = jnp.minimum(num_items - first, per_step)
     num_tokens = new_ref.shape[2]
     bits = jnp.dtype(f"uint{8 * new_ref.dtype.itemsize}")
 
-    def tile_of(i):
+    def tile_of(kv_ref, i):
         offset = pl.multiple_of(offsets_ref[first + i], TILE)
         return kv_ref.at[layer_ref[0], blocks_ref[first + i], :, pl.ds(offset, TILE), :]
 
@@ -179,10 +183,10 @@ def _kernel(
         return (begins_ref[first + i] <= 0) & (ends_ref[first + i] >= TILE)
 
     def read(i):
-        return pltpu.make_async_copy(tile_of(i), old_ref.at[i], sems_ref.at[0])
+        return pltpu.make_async_copy(tile_of(old_kv_ref, i), old_ref.at[i], sems_ref.at[0])
 
     def write(i, source_ref):
-        return pltpu.make_async_copy(source_ref.at[i], tile_of(i), sems_ref.at[1])
+        return pltpu.make_async_copy(source_ref.at[i], tile_of(new_kv_ref, i), sems_ref.at[1])
 
     def is_part_old(i):
         return exists(i) & jnp.logical_not(is_whole(i))

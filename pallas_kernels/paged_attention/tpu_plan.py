@@ -181,7 +181,9 @@ def check_supported(layout: KVLayout) -> None:
       NotImplementedError: names the value and what is supported.
     """
     if layout.format.name not in ("float32", "bfloat16"):
-        raise NotImplementedError(f"format {layout.format.name} on tpu: supported are {SUPPORTED}")
+        raise NotImplementedError(
+            f"format {layout.format.name} on tpu: Mosaic has no loads of it; supported are {SUPPORTED}"
+        )
     if layout.block_size % 8:
         raise NotImplementedError(
             f"block_size {layout.block_size} on tpu: supported are {SUPPORTED}"

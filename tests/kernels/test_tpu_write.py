@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast_compile import INTERPRETER_COMPILE
 from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels.kv_write.tpu as kv_write_tpu
@@ -24,7 +25,7 @@ LENS = {
     "speculative": [(4, 4), (4, 10), (3, 17), (0, 9), (1, 16), (2, 33)],
     "prefill": [(24, 24), (17, 40), (24, 29), (1, 5), (0, 3), (16, 32)],
 }
-quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
+quick = functools.partial(jax.jit, compiler_options=INTERPRETER_COMPILE)
 
 
 def make_store(layout: KVLayout) -> KVStore:
@@ -90,6 +91,7 @@ def write(store, layer, k, v, view, interpret=INTERPRET) -> KVStore:
     [("float32", False, 8), ("bfloat16", False, 16), ("bfloat16", True, 32)],
 )
 def test_write_changes_exactly_the_bits_of_the_new_tokens(phase, format, as_bits, block_size):
+    """Field cases A1, D8, O7: position p goes to block p // block_size, K and V apart, nothing else changes."""
     layout = KVLayout(2, 26, 2, block_size, 64, kv_format(format), as_bits)
     store, view = make_store(layout), make_view(layout, LENS[phase])
     k, v = make_tokens(layout, view)
@@ -109,6 +111,7 @@ def test_write_in_several_steps_equals_one_step(phase, monkeypatch):
 
 
 def test_write_to_no_block_is_dropped():
+    """Field cases E3, J3, R4: entries past the pool, far past it and below it reach no block."""
     layout = KVLayout(1, 26, 1, 8, 64, kv_format("float32"), False)
     store, view = make_store(layout), make_view(layout, LENS["decode"])
     tables = view.block_tables.at[1].set(layout.no_block).at[2].set(2_000_000).at[4].set(-1)

@@ -1,0 +1,79 @@
+"""The whole generation loop, model included, compiled by the real compilers: is the pool kept in place?
+
+What a program takes beside its pool is measured, not assumed: a second program with the same arguments except the
+pool says how many bytes the compiler counts for all the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+from compile import cuda_target, tpu_target
+from compile.whole_loop import FULL_VOCAB, POOL_BYTES, SMALL_VOCAB, Loop, make_loop
+
+from jaxkv.device_bytes import tpu_pool_bytes
+
+pytestmark = [
+    pytest.mark.compile,
+    # JAX 0.11 says at every lowering that its Triton backend will go; see test_cuda_triton.py.
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+TARGETS = (*tpu_target.CHIPS, *cuda_target.TARGETS)
+
+
+def memory_of(target: str, function: Any, args: tuple[Any, ...]) -> Any:
+    """Compiles for a target, with the second argument donated, and returns what the compiler counts in bytes."""
+    if target in tpu_target.CHIPS:
+        chip = tpu_target.CHIPS[target]
+        return tpu_target.compile_for(chip, function, *args, donate=(1,)).memory_analysis()
+    return cuda_target.compile_for(cuda_target.TARGETS[target], function, args, (1,)).memory
+
+
+def without_pool(loop: Loop) -> tuple[Any, ...]:
+    """Returns the loop's arguments, the pool left out."""
+    cache = dataclasses.replace(loop.state.cache, store=None)
+    return loop.model, dataclasses.replace(loop.state, cache=cache), loop.steps
+
+
+def touch_all(model: Any, state: Any, steps: Any) -> Any:
+    """Returns the state, and one number of every other argument, so that none is dropped as unused."""
+    return state, [leaf[(0,) * leaf.ndim] for leaf in jax.tree.leaves((model, steps))]
+
+
+def check(target: str, loop: Loop) -> None:
+    """Compiles a loop and checks the bytes of its pool: all aliased, none copied, hardly any padded."""
+    is_tpu = target in tpu_target.CHIPS
+    reason = tpu_target.available() if is_tpu else cuda_target.skip_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    layout = loop.config.layout
+    pool_bytes = tpu_pool_bytes(layout.shape, 16) if is_tpu else layout.nbytes
+    assert layout.nbytes >= POOL_BYTES
+    assert pool_bytes <= 1.05 * layout.nbytes
+
+    memory = memory_of(target, loop.function, (loop.model, loop.state, loop.steps))
+    others = memory_of(target, touch_all, without_pool(loop))
+    print(f"\n{target} pool {pool_bytes:,} temp {memory.temp_size_in_bytes:,}")
+    assert memory.argument_size_in_bytes == others.argument_size_in_bytes + pool_bytes
+    assert memory.alias_size_in_bytes == others.alias_size_in_bytes + pool_bytes
+    # XLA:GPU, which may not autotune here, copies a layer's matrix out of its stack before it multiplies; XLA:TPU
+    # reads it where it lies.
+    activations = loop.logits_bytes + (0 if is_tpu else loop.largest_matrix_bytes)
+    assert memory.temp_size_in_bytes <= 0.01 * layout.nbytes + activations
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("model", ["qwen3_8b", "qwen2.5_0.5b"])
+def test_decode_loop_of_the_real_model_keeps_the_pool_in_place(model: str, target: str) -> None:
+    """All layers and all heads; the vocabulary is cut to 1,024 (see `whole_loop`)."""
+    check(target, make_loop(model, SMALL_VOCAB))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v6e", "sm_90"])
+def test_decode_loop_with_the_whole_vocabulary_keeps_the_pool_in_place(target: str) -> None:
+    """Nothing cut.  Not v5e: 16.4 GB of weights and a pool do not fit its 16 GB."""
+    check(target, make_loop("qwen3_8b", FULL_VOCAB))
