@@ -65,8 +65,17 @@ def check(target: str, loop: Loop) -> None:
     assert memory.temp_size_in_bytes <= 0.01 * layout.nbytes + activations
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("model", ["qwen3_8b", "qwen2.5_0.5b"])
+DEFAULT = [("qwen3_8b", "v5e"), ("qwen3_8b", "sm_90"), ("qwen2.5_0.5b", "v6e")]
+ALL = [(model, target) for model in ("qwen3_8b", "qwen2.5_0.5b") for target in TARGETS]
+
+
+@pytest.mark.parametrize(
+    ("model", "target"),
+    [
+        case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.exhaustive)
+        for case in ALL
+    ],
+)
 def test_decode_loop_of_the_real_model_keeps_the_pool_in_place(model: str, target: str) -> None:
     """All layers and all heads; the vocabulary is cut to 1,024 (see `whole_loop`)."""
     check(target, make_loop(model, SMALL_VOCAB))
