@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_write import write_kv
-from pallas_kernels.layout import BatchView, KVStore
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.cached_attention import Store, cached_attention
+from pallas_kernels.layout import BatchView
 
 Array = jax.Array
 
@@ -55,7 +54,7 @@ class FakeModel:
     num_kv_heads: int
     window: int | None = None
 
-    def __call__(self, tokens: Array, store: KVStore, view: BatchView) -> tuple[Array, KVStore]:
+    def __call__(self, tokens: Array, store: Store, view: BatchView) -> tuple[Array, Store]:
         """See `jaxkv.model.DecoderModel`."""
         rows, query_len = tokens.shape
         hidden = self.embed[tokens] + self.position[view.positions]
@@ -65,15 +64,16 @@ class FakeModel:
             return x.reshape(rows, query_len, count, head_dim)
 
         def one_layer(
-            carry: tuple[Array, KVStore], weights: tuple[Array, ...]
-        ) -> tuple[tuple[Array, KVStore], None]:
+            carry: tuple[Array, Store], weights: tuple[Array, ...]
+        ) -> tuple[tuple[Array, Store], None]:
             hidden, store = carry
             layer, wq, wk, wv, wo, up, down = weights
             x = _normed(hidden, jnp)
             k, v = heads(x @ wk, self.num_kv_heads), heads(x @ wv, self.num_kv_heads)
-            store = write_kv(store, layer, k, v, view)
-            out = paged_attention(
+            out, store = cached_attention(
                 heads(x @ wq, self.num_q_heads),
+                k,
+                v,
                 store,
                 layer,
                 view,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -14,9 +15,18 @@ from typing import Any
 
 import pytest
 from fake_model import dense_greedy, fake_model
+from rich.console import Console
 from typer.testing import CliRunner
 
-from jaxkv import cli, cli_generate, cli_terminal
+from jaxkv import (
+    CacheConfig,
+    cli,
+    cli_generate,
+    cli_report,
+    cli_terminal,
+    init_cache,
+    memory_profile,
+)
 from jaxkv.cli_generate import RunOptions
 from jaxkv.status import CapacityError
 
@@ -468,14 +478,17 @@ def test_profile_shows_the_fullest_moment_and_the_end(loaded: FakeLoaded) -> Non
     )
 
 
-def test_profile_of_a_quantised_cache_shows_its_open_blocks(loaded: FakeLoaded) -> None:
-    """Samples share sealed blocks; each has an open block of its own."""
-    result = run("profile", "once upon", "-n", "4", "--num-samples", "2", "--kv-format", "int8",
-                 "--block-size", "8")  # fmt: skip
-    assert (result.exit_code, result.stderr) == (0, "")
-    open_bytes = cli_terminal.format_bytes(2 * 2 * 2 * 8 * 16 * 2)  # layers, slots, heads, tokens
-    fullest = result.stdout.split("After the run")[0]
-    assert [line for line in fullest.splitlines() if "open blocks" in line and open_bytes in line]
+@pytest.mark.parametrize("kv_format", ["float32", "int8"])
+def test_profile_table_shows_open_blocks_where_there_are_some(kv_format: str) -> None:
+    config = CacheConfig(2, 2, 8, 8, 6, 3, 2, format=kv_format)
+    profile = memory_profile(init_cache(config))
+    console = Console(record=True, file=io.StringIO(), width=80)
+    console.print(cli_report.profile_table(profile, "now"))
+    shown = [line for line in console.export_text().splitlines() if "of it open blocks" in line]
+    open_bytes = 2 * 3 * 2 * 8 * 16 * 2  # layers, slots, heads, tokens, K and V, bfloat16
+    assert profile.kv_open_bytes == (0 if kv_format == "float32" else open_bytes)
+    assert len(shown) == bool(profile.kv_open_bytes)
+    assert all(cli_terminal.format_bytes(open_bytes) in line for line in shown)
 
 
 @pytest.mark.parametrize(
