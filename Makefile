@@ -26,7 +26,7 @@ docs: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/test_docs_formulas.py tests/test_examples.py
 
 bench: $(VENV)/.dev
-	@for name in state_ops in_place cpu_decode; do $(BIN)/python benchmarks/$$name.py --quick; done
+	@for name in state_ops in_place capacity cpu_decode; do $(BIN)/python benchmarks/$$name.py --quick; done
 
 $(BIN)/python:
 	@echo "making $(VENV)"

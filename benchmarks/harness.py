@@ -36,6 +36,7 @@ class Result:
       versus, versus_value, ratio: what it is compared with, if anything, and value / versus_value.
       spread: the middle half of the measurements, in the unit of `value`; None where nothing varies.
       limit: the most it may be; None where nothing limits it.
+      least: the least it may be; None where nothing asks for it.
     """
 
     metric: str
@@ -47,6 +48,13 @@ class Result:
     ratio: float | None = None
     spread: tuple[float, float] | None = None
     limit: float | None = None
+    least: float | None = None
+
+    @property
+    def misses(self) -> bool:
+        """Whether the figure lies past its limit or below its least."""
+        past = self.limit is not None and self.value > self.limit
+        return past or (self.least is not None and self.value < self.least)
 
     def line(self) -> str:
         """Returns the result as one JSON object, with versions and device."""
@@ -146,8 +154,15 @@ def main(description: str, run: Callable[[bool], list[Result]]) -> None:
             print(result.line())
     else:
         _print_table(description, results)
-    if any(result.limit is not None and result.value > result.limit for result in results):
+    if any(result.misses for result in results):
         sys.exit(1)
+
+
+def _asked(result: Result) -> str:
+    """Returns what a figure is held to, in words."""
+    most = [] if result.limit is None else [f"{result.limit:.4g}"]
+    least = [] if result.least is None else [f"at least {result.least:.4g}"]
+    return ", ".join(most + least)
 
 
 def _print_table(description: str, results: list[Result]) -> None:
@@ -160,7 +175,7 @@ def _print_table(description: str, results: list[Result]) -> None:
             r.metric,
             f"{r.value:.4g} {r.unit}",
             "" if r.spread is None else f"{r.spread[0]:.4g} to {r.spread[1]:.4g}",
-            "" if r.limit is None else f"{r.limit:.4g}",
+            _asked(r),
             "" if r.versus is None else f"{r.versus} {r.versus_value:.4g}",
             "" if r.ratio is None else f"{r.ratio:.3f}",
             ", ".join(f"{key} {value}" for key, value in r.shapes.items()),

@@ -2,17 +2,18 @@
 
 Invariants: the budget comes from FREE memory, never the device's total; weights are subtracted
 once; a sharded plan counts one device; every array is counted at its own width (pool elements by
-format, bookkeeping as int32).
+format, scales with their codes, bookkeeping as int32); a quantised plan has one open block for each
+sequence it says fits.
 
 References: doc 002 section 5.1; field cases Q4 and Q5 (budget), M8 (shards), F1 to F3 (integer
 width).
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from jaxkv import device_bytes, ledger
+from jaxkv import device_bytes, format_bytes, ledger
 from jaxkv.model_shape import ModelShape, weights_bytes
 
 TARGETS = ("dense", "tpu")
@@ -20,6 +21,9 @@ INT32_BYTES = 4
 # Ref count, free stack, table entry, and at most one kv_len; then num_free and the two of Status.
 BOOKKEEPING_PER_BLOCK_BYTES = 4 * INT32_BYTES
 BOOKKEEPING_FIXED_BYTES = 3 * INT32_BYTES
+# Open blocks of quantised formats, one a sequence: ref count, free stack, and its id; then num_free.
+BOOKKEEPING_PER_OPEN_BLOCK_BYTES = 3 * INT32_BYTES
+BOOKKEEPING_FIXED_OPEN_BYTES = INT32_BYTES
 DEFAULT_MAX_CONTEXT_LEN = 131_072
 
 
@@ -51,13 +55,18 @@ def kv_budget_bytes(free_bytes: int, weights_bytes: int = 0, reserve_fraction: f
     return budget
 
 
-def bookkeeping_bytes(num_blocks: int, max_seqs: int, max_blocks_per_seq: int) -> int:
+def bookkeeping_bytes(
+    num_blocks: int, max_seqs: int, max_blocks_per_seq: int, kv_format: str = "bfloat16"
+) -> int:
     """Returns the bytes of ref counts, free stack, block tables, lengths and scalars.
 
-    All are int32, whatever the KV format.
+    All are int32, whatever the KV format; quantised formats own their open blocks by the same arrays.
     """
     entries = 2 * num_blocks + max_seqs * max_blocks_per_seq + max_seqs
-    return INT32_BYTES * entries + BOOKKEEPING_FIXED_BYTES
+    plain = INT32_BYTES * entries + BOOKKEEPING_FIXED_BYTES
+    if not format_bytes.is_quantised(kv_format):
+        return plain
+    return plain + max_seqs * BOOKKEEPING_PER_OPEN_BLOCK_BYTES + BOOKKEEPING_FIXED_OPEN_BYTES
 
 
 def shard_shape(
@@ -79,12 +88,26 @@ def shard_shape(
 
 
 def pool_bytes(pool_shape: device_bytes.PoolShape, kv_format: str, target: str = "dense") -> int:
-    """Returns a pool's bytes: its elements (`dense`: CPU, GPU), or with tiling padding (`tpu`)."""
+    """Returns a pool's bytes: its elements (`dense`: CPU, GPU), or with tiling padding (`tpu`).
+
+    Quantised formats count codes and scales of `pool_shape`'s blocks, whose width is 2 * head_dim; their
+    open blocks are not part of the pool.
+
+    Raises: NotImplementedError for a quantised format on `tpu`, whose padding is not known.
+    """
     if target not in TARGETS:
         raise ValueError(f"target: expected one of {', '.join(TARGETS)}; got {target!r}")
+    quantised = format_bytes.is_quantised(kv_format)
+    if target == "tpu" and quantised:
+        raise NotImplementedError(
+            f"target: expected dense for {kv_format} (the TPU padding of its arrays is not known), "
+            "got 'tpu'"
+        )
     if target == "tpu":
         return device_bytes.tpu_pool_bytes(pool_shape, ledger.element_bits(kv_format))
     layers, blocks, heads, rows, width = pool_shape
+    if quantised:
+        return layers * blocks * format_bytes.block_bytes(heads, width // 2, kv_format, rows).total
     return ledger.values_bytes(layers * blocks * heads * rows * width, kv_format)
 
 
@@ -95,8 +118,10 @@ class CapacityPlan:
     Byte figures are for ONE device of `tensor_parallel`; tokens and sequences for the whole group.
     A replicated kv head counts on every device that holds it; weights are counted without padding.
     `sequence_bytes` is the formula (context_len * bytes_per_token of the device's share);
-    `sequence_block_bytes` what the sequence really takes, in whole blocks with padding.
-    `reachable_bytes` is what its next token can attend to.
+    `sequence_block_bytes` what the sequence really takes, in whole blocks with padding, with its open
+    block. `reachable_bytes` is what its next token can attend to. `pool_bytes` are the blocks;
+    `open_block_bytes` one full-precision open block, `open_bytes` one for each of `concurrency`
+    sequences, both 0 for formats without scales. `kv_to_weights` counts blocks and open blocks.
     """
 
     kv_format: str
@@ -118,6 +143,8 @@ class CapacityPlan:
     num_tokens: int
     concurrency: int
     pool_bytes: int
+    open_block_bytes: int
+    open_bytes: int
     bookkeeping_bytes: int
     kv_to_weights: float | None
     warnings: tuple[str, ...] = field(default=())
@@ -127,10 +154,19 @@ class CapacityPlan:
         return {**asdict(self), "warnings": list(self.warnings)}
 
 
+def _stored_shape(pool_shape: device_bytes.PoolShape, kv_format: str) -> device_bytes.PoolShape:
+    """Returns the shape of the largest array of a pool: two 4-bit codes of a channel share a byte."""
+    if not format_bytes.is_quantised(kv_format):
+        return pool_shape
+    layers, blocks, heads, rows, width = pool_shape
+    code_bits = format_bytes.QUANTISED_FORMATS[kv_format].code_bits
+    return (layers, blocks, heads, rows * code_bits // 8, width)
+
+
 def _warnings(
     shape: ModelShape, pool_shape: device_bytes.PoolShape, kv_format: str, target: str
 ) -> tuple[str, ...]:
-    found = list(device_bytes.int32_offset_warnings(pool_shape))
+    found = list(device_bytes.int32_offset_warnings(_stored_shape(pool_shape, kv_format)))
     if target == "tpu" and not device_bytes.tpu_keeps_row_major(
         pool_shape, ledger.element_bits(kv_format)
     ):
@@ -151,12 +187,27 @@ def _warnings(
     return tuple(found)
 
 
+def _fit(budget: int, block: int, open_block: int, per_sequence: int) -> tuple[int, int]:
+    """Returns the blocks and whole sequences a budget holds, bookkeeping and open blocks counted.
+
+    The blocks that no sequence fills are kept (prompts may share or be shorter), but never so many
+    that another sequence would fit without an open block to write into.
+
+    Args: budget in bytes; block and open_block, bytes of one; per_sequence, blocks of a sequence.
+    """
+    budget -= BOOKKEEPING_FIXED_BYTES + (BOOKKEEPING_FIXED_OPEN_BYTES if open_block else 0)
+    block += BOOKKEEPING_PER_BLOCK_BYTES
+    open_block += BOOKKEEPING_PER_OPEN_BLOCK_BYTES if open_block else 0
+    sequences, rest = divmod(max(0, budget), per_sequence * block + open_block)
+    return sequences * per_sequence + min(rest // block, per_sequence - 1), sequences
+
+
 def plan_capacity(
     shape: ModelShape,
     *,
     free_bytes: int,
     context_len: int,
-    block_size: int = 16,
+    block_size: int | None = None,
     kv_format: str = "bfloat16",
     weights_format: str = "bfloat16",
     model_weights_bytes: int | None = None,
@@ -169,6 +220,7 @@ def plan_capacity(
 
     Args:
       free_bytes: what one device has free now (not its total).
+      block_size: None means the format's own: 16 without scales, else the tokens that share scales.
       model_weights_bytes: the whole model's weights; None counts them from `shape` in
         `weights_format`.
       weights_loaded: the weights are already in memory, so `free_bytes` no longer holds room for
@@ -179,29 +231,34 @@ def plan_capacity(
 
     Raises: ValueError (field, value, expectation) for bad numbers, heads that do not shard, no room
     beside the weights, or more blocks than an int32 id reaches; NotImplementedError when the
-    weights must be counted and cannot be.
+    weights must be counted and cannot be, and for a quantised format with MLA or on `tpu`.
     """
     context = ledger.check_count("context_len", context_len, 1)
-    unit = shard_shape(shape, 1, block_size, tensor_parallel)
+    size = format_bytes.default_block_size(kv_format) if block_size is None else block_size
+    unit = shard_shape(shape, 1, size, tensor_parallel)
+    layers, _, heads, _, width = unit
+    device = shape if shape.is_mla else replace(shape, num_kv_heads=heads)
+    per_token = device.bytes_per_token(kv_format, block_size=size)
+    open_block = device.open_block_bytes(kv_format, block_size=size)
     block = pool_bytes(unit, kv_format, target)
     weights = model_weights_bytes
     if weights is None:
         weights = weights_bytes(shape, weights_format)
     device_weights = -(-ledger.check_count("model_weights_bytes", weights) // tensor_parallel)
     budget = kv_budget_bytes(free_bytes, 0 if weights_loaded else device_weights, reserve_fraction)
-    num_blocks = max(0, budget - BOOKKEEPING_FIXED_BYTES) // (block + BOOKKEEPING_PER_BLOCK_BYTES)
+    per_sequence = ledger.num_blocks_needed(context, size)
+    num_blocks, concurrency = _fit(budget, block, open_block, per_sequence)
     device_bytes.check_block_ids(num_blocks)
-    layers, _, heads, _, width = unit
-    pool = (layers, num_blocks, heads, block_size, width)
-    per_sequence = ledger.num_blocks_needed(context, block_size)
-    concurrency = num_blocks // per_sequence
-    warnings = _warnings(shape, pool, kv_format, target)
+    warnings = _warnings(shape, (layers, num_blocks, heads, size, width), kv_format, target)
     if not concurrency:
-        warnings += (f"context_len: one sequence needs {per_sequence} blocks, {num_blocks} fit",)
-    per_token = ledger.values_bytes(layers * heads * width, kv_format)
+        also = " and an open block" if open_block else ""
+        warnings += (
+            f"context_len: one sequence needs {per_sequence} blocks{also}, {num_blocks} fit",
+        )
+    kv_bytes = num_blocks * block + concurrency * open_block
     return CapacityPlan(
         kv_format=kv_format,
-        block_size=block_size,
+        block_size=size,
         context_len=context,
         tensor_parallel=tensor_parallel,
         target=target,
@@ -212,15 +269,17 @@ def plan_capacity(
         bytes_per_token=per_token,
         block_bytes=block,
         sequence_bytes=ledger.sequence_bytes(context, per_token),
-        sequence_block_bytes=per_sequence * block,
-        reachable_bytes=shape.reachable_bytes(context, kv_format) * heads // shape.cached_heads,
+        sequence_block_bytes=per_sequence * block + open_block,
+        reachable_bytes=device.reachable_bytes(context, kv_format, block_size=size),
         blocks_per_sequence=per_sequence,
         num_blocks=num_blocks,
-        num_tokens=num_blocks * block_size,
+        num_tokens=num_blocks * size,
         concurrency=concurrency,
         pool_bytes=num_blocks * block,
-        bookkeeping_bytes=bookkeeping_bytes(num_blocks, concurrency, per_sequence),
-        kv_to_weights=num_blocks * block / device_weights if device_weights else None,
+        open_block_bytes=open_block,
+        open_bytes=concurrency * open_block,
+        bookkeeping_bytes=bookkeeping_bytes(num_blocks, concurrency, per_sequence, kv_format),
+        kv_to_weights=kv_bytes / device_weights if device_weights else None,
         warnings=warnings,
     )
 
@@ -262,12 +321,14 @@ def kv_series(
     *,
     num_sequences: int = 1,
     kv_format: str = "bfloat16",
+    block_size: int | None = None,
     weights_format: str = "bfloat16",
     model_weights_bytes: int | None = None,
 ) -> KVSeries:
     """Returns the data of the plot "KV against weights over context length".
 
-    For the whole model: not sharded, not padded, every layer holding every token.
+    For the whole model: not sharded, not padded, every layer holding every token; in quantised
+    formats with an open block for each sequence. `block_size` None means the format's own.
     """
     lens = default_context_lens(shape) if context_lens is None else tuple(context_lens)
     sequences = ledger.check_count("num_sequences", num_sequences, 1)
@@ -277,5 +338,9 @@ def kv_series(
             weights = weights_bytes(shape, weights_format)
         except NotImplementedError:
             weights = None
-    kv_bytes = tuple(sequences * shape.sequence_bytes(n, kv_format) for n in lens)
+    open_block = shape.open_block_bytes(kv_format, block_size=block_size)
+    kv_bytes = tuple(
+        sequences * (shape.sequence_bytes(n, kv_format, block_size=block_size) + open_block)
+        for n in lens
+    )
     return KVSeries(lens, kv_bytes, sequences, weights)

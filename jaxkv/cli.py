@@ -97,12 +97,18 @@ PromptArgument = Annotated[
     typer.Argument(metavar="PROMPT", show_default=False, help="One prompt per argument."),
 ]
 KVFormatOption = Annotated[
-    str, typer.Option(help="Elements of the cache: float32, bfloat16 or float16.")
+    str,
+    typer.Option(
+        help="Elements of the cache: float32, bfloat16, float16, or quantised: int8, fp8_e4m3, int4."
+    ),
 ]
 WeightsFormatOption = Annotated[
-    str, typer.Option(help="Elements of the weights: as for the cache.")
+    str, typer.Option(help="Elements of the weights: float32, bfloat16 or float16.")
 ]
-BlockSizeOption = Annotated[int, typer.Option(help="Tokens a block holds.")]
+BlockSizeOption = Annotated[
+    int | None,
+    typer.Option(show_default="16; int8 and int4: 64, fp8_e4m3: 32", help="Tokens a block holds."),
+]
 NumBlocksOption = Annotated[
     int | None, typer.Option(show_default="enough for the request", help="Blocks of the pool.")
 ]
@@ -162,7 +168,7 @@ def generate(
     echo: Annotated[bool, typer.Option("--echo", help="Write the prompt before its text.")] = False,
     kv_format: KVFormatOption = "float32",
     weights_format: WeightsFormatOption = "float32",
-    block_size: BlockSizeOption = 16,
+    block_size: BlockSizeOption = None,
     num_blocks: NumBlocksOption = None,
     prefill_chunk: Annotated[
         int | None, typer.Option(show_default="64", help="Prompt tokens per prefill call.")
@@ -181,7 +187,7 @@ def generate(
     One prompt streams to the terminal; several run together and are written when all are done.
     """
     platform = cli_terminal.start_jax()
-    from jaxkv import cli_generate
+    from jaxkv import cli_generate, cli_report
     from jaxkv.sampling import SamplingParams
 
     texts = cli_generate.read_prompts(prompts or [], file or [], lines)
@@ -201,7 +207,7 @@ def generate(
     if stats:
         config = request.generator.config
         cli_terminal.stderr().print(
-            cli_generate.stats_table(request.generator.stats, config, platform)
+            cli_report.stats_table(request.generator.stats, config, platform)
         )
     if cli_generate.note_unfinished(request, completions):
         raise typer.Exit(UNFINISHED)
@@ -235,13 +241,13 @@ def profile(
     seed: SeedOption = 0,
     kv_format: KVFormatOption = "float32",
     weights_format: WeightsFormatOption = "float32",
-    block_size: BlockSizeOption = 16,
+    block_size: BlockSizeOption = None,
     num_blocks: NumBlocksOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a short generation and show the memory of the live cache, from its real arrays."""
     platform = cli_terminal.start_jax()
-    from jaxkv import cli_generate
+    from jaxkv import cli_generate, cli_report
     from jaxkv.sampling import SamplingParams
 
     options = cli_generate.RunOptions(
@@ -260,8 +266,8 @@ def profile(
         print(json.dumps({"fullest": fullest.to_dict(), "after": profiles[-1].to_dict()}))
         return
     title = f"At the fullest ({platform}, {kv_format})"
-    Console().print(cli_generate.profile_table(fullest, title))
-    Console().print(cli_generate.profile_table(profiles[-1], "After the run"))
+    Console().print(cli_report.profile_table(fullest, title))
+    Console().print(cli_report.profile_table(profiles[-1], "After the run"))
 
 
 @app.command()
@@ -281,7 +287,7 @@ def plan(
     sequences: Annotated[int, typer.Option(help="Sequences in the table over context length.")] = 1,
     kv_format: KVFormatOption = "bfloat16",
     weights_format: WeightsFormatOption = "bfloat16",
-    block_size: BlockSizeOption = 16,
+    block_size: BlockSizeOption = None,
     tensor_parallel: Annotated[int, typer.Option(help="Devices that share the kv heads.")] = 1,
     reserve: Annotated[float, typer.Option(help="Share of the memory to keep back.")] = 0.1,
     target: Annotated[

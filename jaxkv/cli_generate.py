@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-from rich.table import Table
 
 from jaxkv import ledger
 from jaxkv.cache import PagedKVCache
-from jaxkv.cli_terminal import format_bytes, format_percent, spinner, stderr, two_columns
+from jaxkv.cli_report import open_bytes
+from jaxkv.cli_terminal import format_bytes, spinner, stderr
 from jaxkv.config import CacheConfig
-from jaxkv.generate import Completion, Generator, NewTokens, RunStats
+from jaxkv.format_bytes import default_block_size
+from jaxkv.generate import Completion, Generator, NewTokens
 from jaxkv.model import DecoderModel
 from jaxkv.profile import MemoryProfile, memory_profile
 from jaxkv.sampling import SamplingParams
@@ -64,7 +65,8 @@ class RunOptions:
       sampling: for all prompts.
       num_samples: sequences per prompt.
       chat: put prompts into the tokenizer's chat template.
-      kv_format, block_size, num_blocks: the pool; num_blocks None means enough for the request.
+      kv_format, block_size, num_blocks: the pool; block_size None means the format's own, num_blocks None enough
+        for the request.
       prefill_chunk: prompt tokens per prefill call; None means 64, or the longest prompt if that is shorter.
       steps_per_dispatch: decode steps between two looks of the host.
     """
@@ -74,7 +76,7 @@ class RunOptions:
     num_samples: int = 1
     chat: bool = False
     kv_format: str = "float32"
-    block_size: int = 16
+    block_size: int | None = None
     num_blocks: int | None = None
     prefill_chunk: int | None = None
     steps_per_dispatch: int = 16
@@ -221,7 +223,9 @@ def cache_config(
     Raises:
       ValueError: a size out of range, or a pool larger than the machine's memory.
     """
-    size = ledger.check_count("block_size", options.block_size, 1)
+    size = options.block_size
+    size = default_block_size(options.kv_format) if size is None else size
+    ledger.check_count("block_size", size, 1)
     samples = ledger.check_count("num_samples", options.num_samples, 1)
     needed = 0
     for length in prompt_lens:
@@ -250,7 +254,7 @@ def _check_memory(config: CacheConfig) -> None:
     if config.layout.nbytes > memory:
         raise ValueError(
             f"num_blocks: expected a pool within the {format_bytes(memory)} of this machine, "
-            f"got {config.num_blocks} blocks of {format_bytes(config.layout.nbytes // config.num_blocks)}"
+            f"got {config.num_blocks} blocks, {format_bytes(config.layout.nbytes)}"
         )
 
 
@@ -329,28 +333,12 @@ def write_json(request: Request, completions: Sequence[Completion], platform: st
         "tokens_per_s": stats.tokens_per_s,
         "block_size": request.generator.config.block_size,
         "kv_format": request.generator.config.format,
+        "kv_bytes": request.generator.config.layout.nbytes,
+        "kv_open_bytes": open_bytes(request.generator.config),
         "platform": platform,
     }
     sys.stdout.write(
         json.dumps({"completions": entries, "stats": figures}, ensure_ascii=False) + "\n"
-    )
-
-
-def stats_table(stats: RunStats, config: CacheConfig, platform: str) -> Table:
-    """Returns what a run cost."""
-    prefill = stats.prompt_tokens / stats.prefill_s if stats.prefill_s > 0 else 0.0
-    peak = format_percent(stats.peak_blocks / stats.num_blocks)
-    return two_columns(
-        f"jaxkv on {platform}, {config.format}, blocks of {config.block_size} tokens",
-        [
-            ("new tokens", f"{stats.new_tokens:,} at {stats.tokens_per_s:,.1f} tokens/s"),
-            ("prompt tokens", f"{stats.prompt_tokens:,} at {prefill:,.1f} tokens/s"),
-            ("compile time", f"{stats.compile_s:.2f} s"),
-            ("dispatches", f"{stats.dispatches:,}"),
-            ("blocks, peak", f"{stats.peak_blocks:,} of {stats.num_blocks:,} ({peak})"),
-            ("blocks used after the run", f"{stats.used_blocks:,}"),
-            ("fragmentation, peak", format_percent(stats.peak_fragmentation)),
-        ],
     )
 
 
@@ -367,28 +355,3 @@ def note_unfinished(request: Request, completions: Sequence[Completion]) -> bool
             soft_wrap=True,
         )
     return bool(cut)
-
-
-def profile_table(profile: MemoryProfile, title: str) -> Table:
-    """Returns a memory profile for people."""
-    used = format_percent(profile.utilisation)
-    rows = [
-        ("weights", "-" if profile.weights_bytes is None else format_bytes(profile.weights_bytes)),
-        ("KV total", format_bytes(profile.kv_total_bytes)),
-        ("KV used", f"{format_bytes(profile.kv_used_bytes)} ({used})"),
-        (
-            "KV peak used",
-            f"{format_bytes(profile.kv_peak_bytes)} ({format_percent(profile.peak_utilisation)})",
-        ),
-        ("saved by sharing", format_bytes(profile.shared_saved_bytes)),
-        ("bookkeeping", format_bytes(profile.bookkeeping_bytes)),
-        ("sequences", f"{profile.num_seqs:,} with {profile.num_tokens:,} tokens"),
-        (
-            "blocks",
-            f"{profile.used_blocks:,} of {profile.num_blocks:,}, {profile.block_size} tokens each",
-        ),
-        ("fragmentation", format_percent(profile.fragmentation)),
-    ]
-    if profile.kv_padded_bytes is not None:
-        rows.insert(2, ("KV total with padding", format_bytes(profile.kv_padded_bytes)))
-    return two_columns(title, rows)

@@ -15,6 +15,7 @@ from rich.table import Table
 from jaxkv import ledger
 from jaxkv.capacity import CapacityPlan, KVSeries, kv_series, plan_capacity
 from jaxkv.cli_terminal import format_bytes, one_line, two_columns
+from jaxkv.format_bytes import default_block_size
 from jaxkv.hf_config import model_shape_from_config
 from jaxkv.model_shape import ModelShape, model_shape, weights_bytes
 
@@ -31,14 +32,15 @@ class PlanOptions:
       context_len: tokens per sequence; None means 4,096, or the model's context if that is shorter.
       num_sequences: sequences in the table and the picture over context length.
       model_weights_bytes: the weights; None counts them in `weights_format`.
-      kv_format, block_size, tensor_parallel, weights_format, reserve_fraction, target: see `plan_capacity`.
+      kv_format, block_size, tensor_parallel, weights_format, reserve_fraction, target: see `plan_capacity`;
+        block_size None means the format's own.
     """
 
     free_bytes: int | None = None
     context_len: int | None = None
     num_sequences: int = 1
     kv_format: str = "bfloat16"
-    block_size: int = 16
+    block_size: int | None = None
     tensor_parallel: int = 1
     weights_format: str = "bfloat16"
     model_weights_bytes: int | None = None
@@ -53,20 +55,41 @@ class Plan:
     shape: ModelShape
     options: PlanOptions
     context_len: int
+    block_size: int
     weights_bytes: int | None
     capacity: CapacityPlan | None
     series: KVSeries
 
+    @property
+    def token_bytes(self) -> tuple[int, int]:
+        """Bytes of one token in one layer and in all, without open blocks."""
+        in_layer = self.shape.bytes_per_token_per_layer(
+            self.options.kv_format, block_size=self.block_size
+        )
+        return in_layer, self.shape.num_layers * in_layer
+
+    @property
+    def open_block_bytes(self) -> int:
+        """Bytes of a sequence's open block; 0 for formats without scales."""
+        return self.shape.open_block_bytes(self.options.kv_format, block_size=self.block_size)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of `context_len` tokens, without rounding to blocks and without the open block."""
+        return ledger.sequence_bytes(self.context_len, self.token_bytes[1])
+
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values only, ready for `json.dumps`."""
-        kv_format = self.options.kv_format
+        in_layer, in_all = self.token_bytes
         return {
             "shape": dataclasses.asdict(self.shape),
-            "kv_format": kv_format,
+            "kv_format": self.options.kv_format,
             "context_len": self.context_len,
-            "bytes_per_token_per_layer": self.shape.bytes_per_token_per_layer(kv_format),
-            "bytes_per_token": self.shape.bytes_per_token(kv_format),
-            "sequence_bytes": self.shape.sequence_bytes(self.context_len, kv_format),
+            "block_size": self.block_size,
+            "bytes_per_token_per_layer": in_layer,
+            "bytes_per_token": in_all,
+            "sequence_bytes": self.sequence_bytes,
+            "open_block_bytes": self.open_block_bytes,
             "weights_bytes": self.weights_bytes,
             "capacity": None if self.capacity is None else self.capacity.to_dict(),
             "series": self.series.to_dict(),
@@ -140,7 +163,9 @@ def make_plan(shape: ModelShape, options: PlanOptions) -> Plan:
     if context is None:
         context = min(DEFAULT_CONTEXT_LEN, shape.max_context_len or DEFAULT_CONTEXT_LEN)
     ledger.check_count("context_len", context, 1)
-    ledger.check_count("block_size", options.block_size, 1)
+    size = options.block_size
+    size = default_block_size(options.kv_format) if size is None else size
+    ledger.check_count("block_size", size, 1)
     if options.free_bytes is None and options.tensor_parallel != 1:
         raise ValueError(
             f"tensor_parallel: expected --memory with {options.tensor_parallel} devices"
@@ -152,12 +177,12 @@ def make_plan(shape: ModelShape, options: PlanOptions) -> Plan:
         shape,
         num_sequences=options.num_sequences,
         kv_format=options.kv_format,
+        block_size=size,
         weights_format=options.weights_format,
         model_weights_bytes=weights,
     )
-    return Plan(
-        shape, options, context, weights, _capacity(shape, context, weights, options), series
-    )
+    capacity = _capacity(shape, context, size, weights, options)
+    return Plan(shape, options, context, size, weights, capacity, series)
 
 
 def _counted_weights(shape: ModelShape, options: PlanOptions) -> int | None:
@@ -171,7 +196,7 @@ def _counted_weights(shape: ModelShape, options: PlanOptions) -> int | None:
 
 
 def _capacity(
-    shape: ModelShape, context_len: int, weights: int | None, options: PlanOptions
+    shape: ModelShape, context_len: int, size: int, weights: int | None, options: PlanOptions
 ) -> CapacityPlan | None:
     if options.free_bytes is None:
         return None
@@ -179,7 +204,7 @@ def _capacity(
         shape,
         free_bytes=options.free_bytes,
         context_len=context_len,
-        block_size=options.block_size,
+        block_size=size,
         kv_format=options.kv_format,
         weights_format=options.weights_format,
         model_weights_bytes=weights,
@@ -201,50 +226,49 @@ def plan_tables(plan: Plan) -> list[Table]:
 
 
 def _model_table(plan: Plan) -> Table:
-    shape, kv_format = plan.shape, plan.options.kv_format
-    size = plan.options.block_size
+    shape, size = plan.shape, plan.block_size
+    in_layer, in_all = plan.token_bytes
     heads = "MLA latent" if shape.is_mla else f"{shape.num_q_heads} / {shape.num_kv_heads}"
     rows = [
         ("layers, query / kv heads, head_dim", f"{shape.num_layers}, {heads}, {shape.head_dim}"),
         ("weights", "unknown" if plan.weights_bytes is None else format_bytes(plan.weights_bytes)),
-        ("KV per token and layer", f"{shape.bytes_per_token_per_layer(kv_format):,} B"),
-        ("KV per token", f"{shape.bytes_per_token(kv_format):,} B"),
-        (
-            f"KV of {plan.context_len:,} tokens",
-            format_bytes(shape.sequence_bytes(plan.context_len, kv_format)),
-        ),
+        ("KV per token and layer", f"{in_layer:,} B"),
+        ("KV per token", f"{in_all:,} B"),
+        (f"KV of {plan.context_len:,} tokens", format_bytes(plan.sequence_bytes)),
         (
             f"blocks of {size} for them",
             f"{ledger.num_blocks_needed(plan.context_len, size):,}, "
             f"{ledger.tail_waste(plan.context_len, size)} slots unused",
         ),
     ]
+    if plan.open_block_bytes:
+        rows.append(("open block of a sequence", format_bytes(plan.open_block_bytes)))
     if not shape.is_mla and shape.num_q_heads != shape.num_kv_heads:
         saving = ledger.gqa_saving(shape.num_q_heads, shape.num_kv_heads)
         rows.append(("smaller than with all heads", f"{saving:g} times"))
-    return two_columns(f"Model, KV in {kv_format}", rows)
+    return two_columns(f"Model, KV in {plan.options.kv_format}", rows)
 
 
 def _capacity_table(plan: CapacityPlan) -> Table:
     devices = "" if plan.tensor_parallel == 1 else f", each of {plan.tensor_parallel} devices"
     ratio = "-" if plan.kv_to_weights is None else f"{plan.kv_to_weights:.2f}"
-    table = two_columns(
-        f"Pool in {format_bytes(plan.free_bytes)} of free memory{devices}",
-        [
-            ("kept back", format_bytes(plan.reserve_bytes)),
-            ("weights", format_bytes(plan.weights_bytes)),
-            ("left for the cache", format_bytes(plan.budget_bytes)),
-            (
-                "blocks",
-                f"{plan.num_blocks:,} of {plan.block_size} tokens, {format_bytes(plan.block_bytes)}",
-            ),
-            ("tokens", f"{plan.num_tokens:,}"),
-            (f"sequences of {plan.context_len:,} tokens", f"{plan.concurrency:,}"),
-            ("pool", format_bytes(plan.pool_bytes)),
-            ("bookkeeping", format_bytes(plan.bookkeeping_bytes)),
-            ("KV over weights", ratio),
-        ],
-    )
+    rows = [
+        ("kept back", format_bytes(plan.reserve_bytes)),
+        ("weights", format_bytes(plan.weights_bytes)),
+        ("left for the cache", format_bytes(plan.budget_bytes)),
+        (
+            "blocks",
+            f"{plan.num_blocks:,} of {plan.block_size} tokens, {format_bytes(plan.block_bytes)}",
+        ),
+        ("tokens", f"{plan.num_tokens:,}"),
+        (f"sequences of {plan.context_len:,} tokens", f"{plan.concurrency:,}"),
+        ("pool", format_bytes(plan.pool_bytes)),
+        ("bookkeeping", format_bytes(plan.bookkeeping_bytes)),
+        ("KV over weights", ratio),
+    ]
+    if plan.open_block_bytes:
+        rows.insert(-2, ("open blocks, one a sequence", format_bytes(plan.open_bytes)))
+    table = two_columns(f"Pool in {format_bytes(plan.free_bytes)} of free memory{devices}", rows)
     table.caption = "\n".join(plan.warnings) or None
     table.caption_justify = "left"
     return table

@@ -3,74 +3,53 @@
 One function per formula of the two seed documents (docs/formulas.md puts them side by side). Pure
 Python and NumPy on the host; nothing here knows a device or imports JAX.
 
-Invariants: byte counts are exact integers; a length counts tokens, a range is half-open; a format's
-element width comes from `KV_FORMATS` and nowhere else, so no function assumes 2 or 4 bytes.
+Invariants: byte counts are exact integers; a length counts tokens, a range is half-open; what a
+format stores comes from `jaxkv.format_bytes` and nowhere else, so no function assumes 2 or 4 bytes.
 
 References: "doc 000" is the formula-to-source document, "doc 002" the KV-cache chapter; both by
 section.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from numbers import Integral
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-
-@dataclass(frozen=True)
-class ElementFormat:
-    """How many bits one stored element takes.
-
-    A format with scales adds its side arrays' widths here.
-    """
-
-    element_bits: int
-
-
-KV_FORMATS: dict[str, ElementFormat] = {
-    "float32": ElementFormat(element_bits=32),
-    "float16": ElementFormat(element_bits=16),
-    "bfloat16": ElementFormat(element_bits=16),
-}
-
-
-def element_bits(kv_format: str) -> int:
-    """Returns the bits one element takes in `kv_format`.
-
-    Raises: ValueError naming the value and the known formats.
-    """
-    if kv_format not in KV_FORMATS:
-        raise ValueError(f"kv_format: expected one of {', '.join(KV_FORMATS)}; got {kv_format!r}")
-    return KV_FORMATS[kv_format].element_bits
-
-
-def check_count(name: str, value: object, minimum: int = 0) -> int:
-    """Returns `value` as an int.
-
-    Raises: ValueError unless it is an integer of at least `minimum`.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
-        raise ValueError(f"{name}: expected an integer >= {minimum}, got {value!r}")
-    return int(value)
-
+from jaxkv.format_bytes import KV_FORMATS as KV_FORMATS
+from jaxkv.format_bytes import ElementFormat as ElementFormat
+from jaxkv.format_bytes import (
+    block_bytes,
+    check_count,
+    default_block_size,
+    is_quantised,
+    values_bytes,
+)
+from jaxkv.format_bytes import element_bits as element_bits
 
 # Volume -------------------------------------------------------------------------------------------
 
 
-def values_bytes(num_values: int, kv_format: str) -> int:
-    """Returns the bytes of `num_values` stored elements, rounded up to whole bytes."""
-    return -(-check_count("num_values", num_values) * element_bits(kv_format) // 8)
-
-
-def bytes_per_token_per_layer(num_kv_heads: int, head_dim: int, kv_format: str = "bfloat16") -> int:
+def bytes_per_token_per_layer(
+    num_kv_heads: int,
+    head_dim: int,
+    kv_format: str = "bfloat16",
+    *,
+    block_size: int | None = None,
+) -> int:
     """Returns 2 * H_kv * d_head * s: one key and one value per kv head. For MHA pass the query
     heads, for GQA the kv heads.
 
+    Quantised formats: the codes and scales of a sealed block over its tokens, rounded up to whole
+    bytes (at the default block sizes nothing is rounded where H_kv * d_head is a multiple of 16);
+    the full-precision open block of a sequence comes on top (`format_bytes.open_block_bytes`).
+    `block_size` None means the format's own; without scales it changes nothing.
+
     References: doc 000 section 1.1; doc 002 section 2.2 equation (1).
     """
-    heads = check_count("num_kv_heads", num_kv_heads, 1)
-    return values_bytes(2 * heads * check_count("head_dim", head_dim, 1), kv_format)
+    if not is_quantised(kv_format):
+        block_size = 1
+    size = default_block_size(kv_format) if block_size is None else block_size
+    return -(-block_bytes(num_kv_heads, head_dim, kv_format, size).total // size)
 
 
 def mla_bytes_per_token_per_layer(
@@ -79,21 +58,34 @@ def mla_bytes_per_token_per_layer(
     """Returns (kv_lora_rank + qk_rope_head_dim) * s: one latent and one rotary key per token,
     shared by all heads.
 
+    Raises: NotImplementedError for quantised formats.
     References: doc 002 section 3.3 (MLA).
     """
+    if is_quantised(kv_format):
+        raise NotImplementedError(
+            f"kv_format: expected {', '.join(KV_FORMATS)} for MLA latents, got {kv_format!r}"
+        )
     rank = check_count("kv_lora_rank", kv_lora_rank, 1)
     return values_bytes(rank + check_count("qk_rope_head_dim", qk_rope_head_dim), kv_format)
 
 
 def bytes_per_token(
-    num_layers: int, num_kv_heads: int, head_dim: int, kv_format: str = "bfloat16"
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_format: str = "bfloat16",
+    *,
+    block_size: int | None = None,
 ) -> int:
-    """Returns 2 * L * H_kv * d_head * s, the KV bytes one token takes over the whole model.
+    """Returns 2 * L * H_kv * d_head * s, the KV bytes one token takes over the whole model; for
+    quantised formats L times `bytes_per_token_per_layer`.
 
     References: doc 000 section 1.1; doc 002 section 2.2.
     """
     layers = check_count("num_layers", num_layers, 1)
-    return layers * bytes_per_token_per_layer(num_kv_heads, head_dim, kv_format)
+    return layers * bytes_per_token_per_layer(
+        num_kv_heads, head_dim, kv_format, block_size=block_size
+    )
 
 
 def sequence_bytes(num_tokens: int, bytes_per_token: int) -> int:

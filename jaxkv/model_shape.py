@@ -10,7 +10,7 @@ References: field cases Q1 and Q2; transformers' modeling files of qwen2, qwen3,
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxkv import ledger
+from jaxkv import format_bytes, ledger
 
 COUNTED_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 
@@ -63,21 +63,59 @@ class ModelShape:
             return self.kv_lora_rank + (self.qk_rope_head_dim or 0)
         return 2 * self.head_dim
 
-    def bytes_per_token_per_layer(self, kv_format: str = "bfloat16") -> int:
-        """Returns the KV bytes of one token in one layer."""
-        return ledger.values_bytes(self.cached_heads * self.cached_width, kv_format)
+    def _check_layout(self, kv_format: str) -> None:
+        """Raises: NotImplementedError for MLA latents in a quantised format."""
+        if format_bytes.is_quantised(kv_format) and self.is_mla:
+            raise NotImplementedError(
+                f"kv_format: expected {', '.join(format_bytes.KV_FORMATS)} for MLA "
+                f"(kv_lora_rank {self.kv_lora_rank}), got {kv_format!r}"
+            )
 
-    def bytes_per_token(self, kv_format: str = "bfloat16") -> int:
-        """Returns the KV bytes of one token over all layers."""
-        return self.num_layers * self.bytes_per_token_per_layer(kv_format)
+    def bytes_per_token_per_layer(
+        self, kv_format: str = "bfloat16", *, block_size: int | None = None
+    ) -> int:
+        """Returns the KV bytes of one token in one layer.
 
-    def sequence_bytes(self, num_tokens: int, kv_format: str = "bfloat16") -> int:
-        """Returns the KV bytes of `num_tokens` tokens, every layer holding all of them (as the
-        cache does).
+        Quantised formats count codes and scales of a sealed block over its tokens, rounded up to
+        whole bytes; `block_size` None means the format's own. Open blocks come on top.
+
+        Raises: NotImplementedError for MLA in a quantised format.
         """
-        return ledger.sequence_bytes(num_tokens, self.bytes_per_token(kv_format))
+        self._check_layout(kv_format)
+        if not format_bytes.is_quantised(kv_format):
+            return ledger.values_bytes(self.cached_heads * self.cached_width, kv_format)
+        return ledger.bytes_per_token_per_layer(
+            self.num_kv_heads, self.head_dim, kv_format, block_size=block_size
+        )
 
-    def reachable_bytes(self, num_tokens: int, kv_format: str = "bfloat16") -> int:
+    def bytes_per_token(self, kv_format: str = "bfloat16", *, block_size: int | None = None) -> int:
+        """Returns the KV bytes of one token over all layers, without open blocks."""
+        return self.num_layers * self.bytes_per_token_per_layer(kv_format, block_size=block_size)
+
+    def open_block_bytes(
+        self, kv_format: str = "bfloat16", *, block_size: int | None = None
+    ) -> int:
+        """Returns the bytes of a sequence's full-precision open block over all layers.
+
+        It has one in quantised formats; 0 for formats without scales.
+        """
+        self._check_layout(kv_format)
+        return self.num_layers * format_bytes.open_block_bytes(
+            self.num_kv_heads, self.head_dim, kv_format, block_size
+        )
+
+    def sequence_bytes(
+        self, num_tokens: int, kv_format: str = "bfloat16", *, block_size: int | None = None
+    ) -> int:
+        """Returns the KV bytes of `num_tokens` tokens, every layer holding all of them (as the
+        cache does); without rounding to blocks and without the open block.
+        """
+        per_token = self.bytes_per_token(kv_format, block_size=block_size)
+        return ledger.sequence_bytes(num_tokens, per_token)
+
+    def reachable_bytes(
+        self, num_tokens: int, kv_format: str = "bfloat16", *, block_size: int | None = None
+    ) -> int:
         """Returns the KV bytes the next token can still attend to: sliding layers reach their
         window only.
         """
@@ -85,7 +123,7 @@ class ModelShape:
         num_sliding = len(self.sliding_layers)
         rows = num_sliding * min(num_tokens, window)
         rows += (self.num_layers - num_sliding) * num_tokens
-        return rows * self.bytes_per_token_per_layer(kv_format)
+        return rows * self.bytes_per_token_per_layer(kv_format, block_size=block_size)
 
 
 # Validation ---------------------------------------------------------------------------------------

@@ -3,15 +3,18 @@
 import json
 from typing import Any
 
+import jax
 import pytest
 
-from jaxkv import capacity
+from jaxkv import capacity, format_bytes
 from jaxkv.cache import init_cache
 from jaxkv.capacity import CapacityPlan, kv_series, plan_capacity
 from jaxkv.config import CacheConfig
 from jaxkv.model_shape import ModelShape, model_shape
+from jaxkv.profile import arrays_bytes
 
 GIB = 2**30
+ALL_FORMATS = [*format_bytes.KV_FORMATS, *format_bytes.QUANTISED_FORMATS]
 QWEN_05B = model_shape(
     24,
     14,
@@ -60,15 +63,15 @@ def test_bookkeeping_bytes_any_format_is_int32() -> None:
         )
 
 
-@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kv_format", ALL_FORMATS)
 def test_capacity_bytes_real_cache_are_the_same(kv_format: str) -> None:
     config = CacheConfig(2, 3, 8, 4, 10, 3, 4, format=kv_format)
     cache = init_cache(config)
-    pool = capacity.pool_bytes(
-        capacity.shard_shape(model_shape(2, 6, 3, 8), num_blocks=10, block_size=4), kv_format
-    )
-    assert cache.store.kv.nbytes == pool
-    assert cache.nbytes == pool + capacity.bookkeeping_bytes(10, 3, 4)
+    shape = model_shape(2, 6, 3, 8)
+    pool = capacity.pool_bytes(capacity.shard_shape(shape, num_blocks=10, block_size=4), kv_format)
+    stored = pool + 3 * shape.open_block_bytes(kv_format, block_size=4)
+    assert arrays_bytes(cache.store) == stored
+    assert cache.nbytes == stored + capacity.bookkeeping_bytes(10, 3, 4, kv_format)
 
 
 # Plan ---------------------------------------------------------------------------------------------
@@ -146,6 +149,89 @@ def test_plan_sliding_and_mla_warn_what_the_cache_does() -> None:
     made = plan(latent, model_weights_bytes=0, tensor_parallel=4)
     assert made.bytes_per_token == 4 * 576 * 2
     assert any("kv_lora_rank" in text for text in made.warnings)
+
+
+# Quantised formats --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_format", format_bytes.QUANTISED_FORMATS)
+@pytest.mark.parametrize("context_len", [1, 64, 2048, 5000])
+def test_plan_quantised_counts_an_open_block_for_each_sequence(
+    kv_format: str, context_len: int
+) -> None:
+    """The plan's pool, built as a cache, fits the budget; one block more (or the sequence it completes) does not."""
+    shape = model_shape(3, 4, 2, 64)
+    made = plan(shape, kv_format=kv_format, context_len=context_len, free_bytes=40 * 2**20,
+                model_weights_bytes=0, reserve_fraction=0.0)  # fmt: skip
+
+    def whole_bytes(num_blocks: int) -> int:
+        """Counts by CacheConfig's own layout and by the arrays of an empty cache's bookkeeping."""
+        seqs, per_seq = num_blocks // made.blocks_per_sequence, made.blocks_per_sequence
+        config = CacheConfig(3, 2, 64, made.block_size, num_blocks, seqs, per_seq, format=kv_format)
+        cache = jax.eval_shape(lambda: init_cache(config))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+    assert made.block_size == format_bytes.default_block_size(kv_format)
+    assert made.concurrency == made.num_blocks // made.blocks_per_sequence > 0
+    used = made.pool_bytes + made.open_bytes + made.bookkeeping_bytes
+    assert whole_bytes(made.num_blocks) == used <= made.budget_bytes
+    # Bookkeeping is bounded per block, 16 bytes: a handful of blocks may be left unused.
+    slack = 1 + 16 * made.num_blocks // made.block_bytes
+    assert whole_bytes(made.num_blocks + 1 + slack) > made.budget_bytes
+    assert made.sequence_block_bytes == (
+        made.blocks_per_sequence * made.block_bytes + made.open_block_bytes
+    )
+    assert made.open_bytes == made.concurrency * 3 * 2 * made.block_size * 128 * 2
+
+
+def test_plan_quantised_holds_more_and_is_json() -> None:
+    """Qwen2.5-0.5B in 16 GiB at 2,048 tokens: 12,288 bytes a token against 6,432, 6,432 and 3,456."""
+    plans = {name: plan(kv_format=name) for name in ("bfloat16", *format_bytes.QUANTISED_FORMATS)}
+    assert [p.bytes_per_token for p in plans.values()] == [12_288, 6_432, 6_432, 3_456]
+    gain = {name: p.num_tokens / plans["bfloat16"].num_tokens for name, p in plans.items()}
+    # One open block beside 32 sealed ones (64 for fp8_e4m3) costs some of what the codes save.
+    assert gain["int8"] == pytest.approx(2048 * 12_288 / (2048 * 6432 + 64 * 12_288), rel=1e-3)
+    assert gain["fp8_e4m3"] == pytest.approx(2048 * 12_288 / (2048 * 6432 + 32 * 12_288), rel=1e-3)
+    assert gain["int4"] == pytest.approx(2048 * 12_288 / (2048 * 3456 + 64 * 12_288), rel=1e-3)
+    made = plans["int4"]
+    assert json.loads(json.dumps(made.to_dict())) == made.to_dict()
+    assert made.reachable_bytes == made.sequence_bytes == 2048 * 3456
+    series = kv_series(QWEN_05B, [2048], num_sequences=3, kv_format="int4")
+    assert series.kv_bytes == (3 * (2048 * 3456 + 64 * 12_288),)
+    assert made.kv_to_weights == (made.pool_bytes + made.open_bytes) / made.weights_bytes
+    half = plan(kv_format="int8", tensor_parallel=2)
+    assert 2 * half.block_bytes == plans["int8"].block_bytes
+    assert half.open_block_bytes == 64 * 12_288 // 2
+    assert plan(kv_format="int8", block_size=32).bytes_per_token == 24 * 2 * (128 + 8 + 2)
+
+
+def test_plan_large_quantised_pool_warns_by_its_codes() -> None:
+    """Field case F1: a pool of 2^31 elements is 2^31 int8 codes, but half as many bytes of int4."""
+    shape = model_shape(1, 16, 16, 128)
+    sizes = {"model_weights_bytes": 0, "free_bytes": 2_600_000_000, "reserve_fraction": 0.0}
+    assert any("past 2^31" in text for text in plan(shape, kv_format="int8", **sizes).warnings)
+    four = plan(shape, kv_format="int4", **{**sizes, "free_bytes": 2_000_000_000})
+    assert four.num_tokens * 16 * 256 > 2**31
+    assert four.warnings == ()
+
+
+def test_plan_quantised_refuses_what_is_not_known() -> None:
+    latent = model_shape(4, 8, 8, 128, kv_lora_rank=512, qk_rope_head_dim=64)
+    for call in (
+        lambda: plan(latent, kv_format="int8", model_weights_bytes=0),
+        lambda: kv_series(latent, [64], kv_format="int8"),
+        lambda: latent.bytes_per_token("int4"),
+    ):
+        with pytest.raises(NotImplementedError, match=r"MLA \(kv_lora_rank 512\), got 'int[48]'"):
+            call()
+    with pytest.raises(NotImplementedError, match=r"target: expected dense for int8 .*, got 'tpu'"):
+        plan(kv_format="int8", target="tpu")
+    with pytest.raises(ValueError, match="block_size: expected an even number for int4, got 7"):
+        plan(kv_format="int4", block_size=7)
+    with pytest.raises(ValueError, match="float32, float16, bfloat16; got 'int8'"):
+        plan(weights_format="int8")
+    short = plan(kv_format="int8", free_bytes=5 * GIB // 4, context_len=2**20)
+    assert any("blocks and an open block" in text for text in short.warnings)
 
 
 # Shards -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -14,9 +15,18 @@ from typing import Any
 
 import pytest
 from fake_model import dense_greedy, fake_model
+from rich.console import Console
 from typer.testing import CliRunner
 
-from jaxkv import cli, cli_generate, cli_terminal
+from jaxkv import (
+    CacheConfig,
+    cli,
+    cli_generate,
+    cli_report,
+    cli_terminal,
+    init_cache,
+    memory_profile,
+)
 from jaxkv.cli_generate import RunOptions
 from jaxkv.status import CapacityError
 
@@ -140,6 +150,28 @@ def test_generate_pool_that_fills_up_says_so_and_exits_1(loaded: FakeLoaded) -> 
     assert result.stdout == expected_text(loaded, "once upon", 8) + "\n"
     assert result.stderr.count("\n") == 1
     assert "pool of 4 blocks" in result.stderr
+
+
+def test_generate_quantised_format_brings_its_block_size_and_counts_open_blocks(
+    loaded: FakeLoaded,
+) -> None:
+    """69 tokens of a sequence are held: one block of 64 is sealed on the way."""
+    result = run("generate", "once upon", "-n", "61", "--kv-format", "int4", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    answer = json.loads(result.stdout)
+    stats = answer["stats"]
+    assert len(answer["completions"][0]["tokens"]) == 61
+    assert (stats["kv_format"], stats["block_size"], stats["num_blocks"]) == ("int4", 64, 2)
+    assert stats["kv_open_bytes"] == 2 * 2 * 64 * 16 * 2  # layers, heads, tokens, K and V, bfloat16
+    sealed = 2 * 2 * (64 * 16 // 2 + 2 * 8 * 2 + 64 * 2)  # codes; K scale and centre; V scale
+    assert stats["kv_bytes"] == stats["num_blocks"] * sealed + stats["kv_open_bytes"]
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "int8", "fp8_e4m3", "int4"])
+def test_cache_config_block_size_comes_from_the_format(kv_format: str) -> None:
+    config = cli_generate.cache_config(CONFIG, [9], 120, RunOptions(kv_format=kv_format))
+    assert config.block_size == {"float32": 16, "fp8_e4m3": 32}.get(kv_format, 64)
+    assert config.num_blocks == -(-128 // config.block_size)
 
 
 def test_prepare_uses_the_chat_template_when_asked() -> None:
@@ -311,6 +343,30 @@ def test_plan_folder_and_numbers_agree(config_json: str) -> None:
     assert by_numbers["weights_bytes"] is by_numbers["capacity"] is None
 
 
+@pytest.mark.parametrize(
+    ("kv_format", "size", "per_token"),
+    [("int8", 64, 268), ("fp8_e4m3", 32, 268), ("int4", 64, 144), ("float16", 16, 512)],
+)
+def test_plan_accounts_every_format(
+    config_json: str, kv_format: str, size: int, per_token: int
+) -> None:
+    """Codes, scales and open blocks by hand: 2 kv heads of 64 in 24 layers."""
+    args = ["plan", config_json, "--context", "2048", "--memory", "8GiB", "--kv-format", kv_format]
+    answer = json.loads(run(*args, "--json").stdout)
+    open_block = 0 if kv_format == "float16" else 24 * size * 512
+    assert answer["bytes_per_token_per_layer"] == per_token
+    assert answer["sequence_bytes"] == 2048 * 24 * per_token
+    assert (answer["block_size"], answer["open_block_bytes"]) == (size, open_block)
+    pool = answer["capacity"]
+    assert pool["block_bytes"] == size * 24 * per_token
+    assert pool["open_bytes"] == pool["concurrency"] * open_block
+    assert answer["series"]["kv_bytes"][0] == 1024 * 24 * per_token + open_block
+    table = run(*args)
+    assert (table.exit_code, table.stderr) == (0, "")
+    assert f"KV in {kv_format}" in table.stdout
+    assert ("open blocks, one a sequence" in table.stdout) == bool(open_block)
+
+
 def test_plan_table_shows_pool_and_series(config_json: str) -> None:
     result = run(
         "plan", config_json, "--memory", "24GiB", "--sequences", "8", "--tensor-parallel", "2"
@@ -324,8 +380,9 @@ def test_plan_plot_writes_a_picture(config_json: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
     result = run(
-        "plan", config_json, "--memory", "1GiB", "--weights", "0.5GiB", "--plot", str(path)
-    )
+        "plan", config_json, "--memory", "1GiB", "--weights", "0.5GiB", "--plot", str(path),
+        "--kv-format", "int8",
+    )  # fmt: skip
     assert (result.exit_code, result.stderr) == (0, "")
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -348,7 +405,31 @@ BAD_PLAN = [
     (["CONFIG", "--context", "0"], "context_len: expected an integer >= 1, got 0"),
     (["CONFIG", "--context", "long"], "got 'long'"),
     (["CONFIG", "--kv-format", "int9"], "'int9'"),
-    (["CONFIG", "--weights-format", "int9"], "'int9'"),
+    (["CONFIG", "--weights-format", "int8"], "'int8'"),
+    (["CONFIG", "--kv-format", "int4", "--block-size", "7"], "block_size: expected an even number"),
+    (
+        ["CONFIG", "--kv-format", "int8", "--target", "tpu", "--memory", "24GiB"],
+        "target: expected dense for int8",
+    ),
+    (
+        [
+            "--layers",
+            "2",
+            "--q-heads",
+            "4",
+            "--kv-heads",
+            "4",
+            "--head-dim",
+            "8",
+            "--kv-lora-rank",
+            "16",
+            "--rope-head-dim",
+            "8",
+            "--kv-format",
+            "int8",
+        ],
+        "for MLA (kv_lora_rank 16), got 'int8'",
+    ),
     (["CONFIG", "--block-size", "0"], "block_size: expected an integer >= 1, got 0"),
     (["CONFIG", "--sequences", "0"], "num_sequences: expected an integer >= 1, got 0"),
     (["CONFIG", "--tensor-parallel", "2"], "tensor_parallel: expected --memory"),
@@ -395,6 +476,19 @@ def test_profile_shows_the_fullest_moment_and_the_end(loaded: FakeLoaded) -> Non
         getattr(loaded.model, name).nbytes
         for name in ("embed", "position", "wq", "wk", "wv", "wo", "up", "down", "head")
     )
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "int8"])
+def test_profile_table_shows_open_blocks_where_there_are_some(kv_format: str) -> None:
+    config = CacheConfig(2, 2, 8, 8, 6, 3, 2, format=kv_format)
+    profile = memory_profile(init_cache(config))
+    console = Console(record=True, file=io.StringIO(), width=80)
+    console.print(cli_report.profile_table(profile, "now"))
+    shown = [line for line in console.export_text().splitlines() if "of it open blocks" in line]
+    open_bytes = 2 * 3 * 2 * 8 * 16 * 2  # layers, slots, heads, tokens, K and V, bfloat16
+    assert profile.kv_open_bytes == (0 if kv_format == "float32" else open_bytes)
+    assert len(shown) == bool(profile.kv_open_bytes)
+    assert all(cli_terminal.format_bytes(open_bytes) in line for line in shown)
 
 
 @pytest.mark.parametrize(

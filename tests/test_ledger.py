@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkv import ledger
-from pallas_kernels.layout import FORMATS
 
 MIB = 2**20
 GIB = 2**30
@@ -69,11 +68,6 @@ def test_mla_bytes_deepseek_latent_is_1152() -> None:
 def test_element_bits_unknown_format_names_value_and_choices() -> None:
     with pytest.raises(ValueError, match=r"float32, float16, bfloat16; got 'bf16'"):
         ledger.element_bits("bf16")
-
-
-def test_kv_formats_widths_equal_the_kernels_layout() -> None:
-    widths = {name: row.element_bits for name, row in ledger.KV_FORMATS.items()}
-    assert widths == {name: 8 * row.itemsize for name, row in FORMATS.items()}
 
 
 @pytest.mark.parametrize("bad", [0, -2, 2.0, True, None])

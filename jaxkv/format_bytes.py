@@ -1,0 +1,264 @@
+"""What each KV format stores: bits of an element, scales beside the codes, bytes of a block and of a whole store.
+
+Pure Python; nothing here imports JAX. `tests/test_format_bytes.py` holds it against the arrays that the cache allocates.
+
+Invariants: byte counts are exact integers and count every array, without device padding; an element's width comes from
+`KV_FORMATS` or `QUANTISED_FORMATS` and nowhere else; a quantised format is never counted as its codes alone.
+
+References: pallas_kernels/sealed.py (the arrays of quantised formats and their axes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+
+SCALE_BYTES = 2
+DEFAULT_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """A format without scales: how many bits one stored element takes."""
+
+    element_bits: int
+
+
+@dataclass(frozen=True)
+class QuantisedFormat:
+    """A format whose full blocks are sealed into codes with bfloat16 scales beside them.
+
+    Attributes:
+      code_bits: bits of one code.
+      default_block_size: tokens that share a scale of K, unless another block size is asked for.
+      has_centres: K is asymmetric unless asked otherwise: a centre beside every scale.
+      default_value_group: channels of V that share a scale, where they divide head_dim; None means the whole head.
+    """
+
+    code_bits: int
+    default_block_size: int
+    has_centres: bool
+    default_value_group: int | None = None
+
+
+KV_FORMATS: dict[str, ElementFormat] = {
+    "float32": ElementFormat(element_bits=32),
+    "float16": ElementFormat(element_bits=16),
+    "bfloat16": ElementFormat(element_bits=16),
+}
+QUANTISED_FORMATS: dict[str, QuantisedFormat] = {
+    "int8": QuantisedFormat(8, default_block_size=64, has_centres=True),
+    "fp8_e4m3": QuantisedFormat(8, default_block_size=32, has_centres=False),
+    "int4": QuantisedFormat(4, default_block_size=64, has_centres=True, default_value_group=32),
+}
+
+
+def check_count(name: str, value: object, minimum: int = 0) -> int:
+    """Returns `value` as an int.
+
+    Raises: ValueError unless it is an integer of at least `minimum`.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
+        raise ValueError(f"{name}: expected an integer >= {minimum}, got {value!r}")
+    return int(value)
+
+
+# Formats ------------------------------------------------------------------------------------------
+
+
+def element_bits(kv_format: str) -> int:
+    """Returns the bits one element takes in a format without scales.
+
+    Raises: ValueError naming the value and the formats without scales.
+    """
+    if kv_format not in KV_FORMATS:
+        raise ValueError(f"kv_format: expected one of {', '.join(KV_FORMATS)}; got {kv_format!r}")
+    return KV_FORMATS[kv_format].element_bits
+
+
+def is_quantised(kv_format: str) -> bool:
+    """Returns whether a format has scales and open blocks.
+
+    Raises: ValueError naming the value and the known formats.
+    """
+    if kv_format not in KV_FORMATS and kv_format not in QUANTISED_FORMATS:
+        known = ", ".join([*KV_FORMATS, *QUANTISED_FORMATS])
+        raise ValueError(f"kv_format: expected one of {known}; got {kv_format!r}")
+    return kv_format in QUANTISED_FORMATS
+
+
+def default_block_size(kv_format: str) -> int:
+    """Returns the block size a format is used with unless another is asked for: 16 without scales.
+
+    Raises: ValueError as `is_quantised`.
+    """
+    if is_quantised(kv_format):
+        return QUANTISED_FORMATS[kv_format].default_block_size
+    return DEFAULT_BLOCK_SIZE
+
+
+def default_value_group(kv_format: str, head_dim: int) -> int:
+    """Returns the channels of V that share a scale in a quantised format."""
+    group = QUANTISED_FORMATS[kv_format].default_value_group
+    return head_dim if group is None or head_dim % group else group
+
+
+def values_bytes(num_values: int, kv_format: str) -> int:
+    """Returns the bytes of `num_values` elements of a format without scales, in whole bytes."""
+    return -(-check_count("num_values", num_values) * element_bits(kv_format) // 8)
+
+
+# Blocks -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of one block in one layer: `codes` (elements, where there are no scales), scales of K and V."""
+
+    codes: int
+    key_affine: int = 0
+    value_affine: int = 0
+
+    @property
+    def scales(self) -> int:
+        """Bytes beside the codes."""
+        return self.key_affine + self.value_affine
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.codes + self.scales
+
+
+def block_bytes(
+    num_kv_heads: int,
+    head_dim: int,
+    kv_format: str,
+    block_size: int | None = None,
+    *,
+    symmetric_keys: bool | None = None,
+    value_group: int | None = None,
+) -> BlockBytes:
+    """Returns what one block takes in one layer, of a sealed block for quantised formats::
+
+        codes         2 * H * B * D * code_bits / 8
+        key_affine    H * D * 2 bytes, twice that with centres
+        value_affine  H * B * (D / value_group) * 2 bytes
+
+    Args:
+      num_kv_heads, head_dim: H and D.
+      kv_format: any format.
+      block_size: B; None means the format's own.
+      symmetric_keys, value_group: as in `CacheConfig`; None means the format's own.
+
+    Raises:
+      ValueError: a bad number or format, an option on a format without scales, fp8_e4m3 with asymmetric keys, a group
+        that does not divide head_dim, an odd block of codes below 8 bits.
+    """
+    quantised = is_quantised(kv_format)
+    heads, dim = check_count("num_kv_heads", num_kv_heads, 1), check_count("head_dim", head_dim, 1)
+    size = default_block_size(kv_format) if block_size is None else block_size
+    size = check_count("block_size", size, 1)
+    if not quantised:
+        _refuse_options(kv_format, symmetric_keys=symmetric_keys, value_group=value_group)
+        return BlockBytes(values_bytes(2 * heads * size * dim, kv_format))
+    format = QUANTISED_FORMATS[kv_format]
+    if format.code_bits < 8 and size % 2:
+        raise ValueError(f"block_size: expected an even number for {kv_format}, got {size}")
+    if symmetric_keys is False and not format.has_centres:
+        raise ValueError(f"symmetric_keys: expected True for {kv_format}, got False")
+    centres = format.has_centres and not symmetric_keys
+    group = default_value_group(kv_format, dim) if value_group is None else value_group
+    if dim % check_count("value_group", group, 1):
+        raise ValueError(f"value_group: expected a divisor of head_dim {dim}, got {group}")
+    return BlockBytes(
+        codes=2 * heads * size * dim * format.code_bits // 8,
+        key_affine=heads * dim * SCALE_BYTES * (2 if centres else 1),
+        value_affine=heads * size * (dim // group) * SCALE_BYTES,
+    )
+
+
+def _refuse_options(kv_format: str, **options: object) -> None:
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"{name}: expected only with a quantised format, got {kv_format!r}")
+
+
+def open_block_bytes(
+    num_kv_heads: int,
+    head_dim: int,
+    kv_format: str,
+    block_size: int | None = None,
+    *,
+    open_format: str = "bfloat16",
+) -> int:
+    """Returns the bytes of one open block in one layer: full precision in `open_format`, 0 for formats without scales.
+
+    A quantised cache has one for each sequence it can hold (max_seqs).
+
+    Raises: ValueError as `block_bytes`, or when `open_format` has scales itself.
+    """
+    if not is_quantised(kv_format):
+        return 0
+    size = default_block_size(kv_format) if block_size is None else block_size
+    if open_format not in KV_FORMATS:
+        expected = ", ".join(KV_FORMATS)
+        raise ValueError(f"open_format: expected one of {expected}; got {open_format!r}")
+    return block_bytes(num_kv_heads, head_dim, open_format, size).total
+
+
+# The whole store ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoreBytes:
+    """Bytes of a whole store: codes (or elements), scales, open blocks, and the layers that are not quantised."""
+
+    codes: int
+    scales: int
+    open: int
+    wide: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.codes + self.scales + self.open + self.wide
+
+
+def store_bytes(
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_format: str,
+    *,
+    num_blocks: int,
+    max_seqs: int,
+    block_size: int | None = None,
+    open_format: str = "bfloat16",
+    symmetric_keys: bool | None = None,
+    value_group: int | None = None,
+    num_wide_layers: int = 0,
+) -> StoreBytes:
+    """Returns the bytes of a cache's K and V; arguments as in `CacheConfig`, block_size None means the format's own.
+
+    Raises: ValueError as `block_bytes`, or for as many wide layers as there are layers.
+    """
+    layers, blocks = check_count("num_layers", num_layers, 1), check_count("num_blocks", num_blocks)
+    sequences = check_count("max_seqs", max_seqs)
+    if not is_quantised(kv_format):
+        _refuse_options(kv_format, num_wide_layers=num_wide_layers)
+    wide = 2 * check_count("num_wide_layers", num_wide_layers)
+    if wide >= layers:
+        raise ValueError(
+            f"num_wide_layers: expected less than half of {layers} layers, got {num_wide_layers}"
+        )
+    sizes = (num_kv_heads, head_dim, kv_format, block_size)
+    block = block_bytes(*sizes, symmetric_keys=symmetric_keys, value_group=value_group)
+    full_block = open_block_bytes(*sizes, open_format=open_format)
+    sealed = (layers - wide) * blocks
+    return StoreBytes(
+        codes=sealed * block.codes,
+        scales=sealed * block.scales,
+        open=(layers - wide) * sequences * full_block,
+        wide=wide * blocks * full_block,
+    )
