@@ -22,6 +22,10 @@ def check_inputs(store: KVStore, k: Array, v: Array, view: BatchView) -> None:
     Raises:
       ValueError: a shape or dtype is not what the op expects; the message names both.
     """
+    if not isinstance(store, KVStore):
+        raise ValueError(
+            f"store: expected a KVStore, got {type(store).__name__} (cached_attention writes every kind)"
+        )
     layout = store.layout
     rows = view.kv_lens.shape[0]
     expected = (rows, view.query_len, layout.num_kv_heads, layout.head_dim)

@@ -40,6 +40,11 @@ def check_inputs(
     Raises:
       ValueError: a shape, dtype or value is not what the op expects; the message names both.
     """
+    if not isinstance(store, (KVStore, SealedStore)):
+        raise ValueError(
+            f"store: expected a KVStore or a SealedStore, got {type(store).__name__} "
+            "(cached_attention reads every kind)"
+        )
     layout = store.layout
     if q.ndim != 4:
         raise ValueError(f"q: expected [row, q_pos, q_head, head_dim], got shape {q.shape}")

@@ -18,6 +18,8 @@ from oracles.quantised import quantised_attention_oracle
 from jaxkv import CacheConfig, StatusBit, check_invariants, init_cache, reserve
 from jaxkv.cache import PagedKVCache, fork, release, truncate
 from pallas_kernels.cached_attention import cached_attention
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention import paged_attention
 
 CONFIG = CacheConfig(
     num_layers=2,
@@ -181,10 +183,24 @@ def test_quantised_attention_reference_equals_xla() -> None:
     slots = jnp.array(ROWS, jnp.int32)
     cache = truncate(CONFIG, cache, slots, jnp.full(2, begin, jnp.int32))
     cache, view = reserve(CONFIG, cache, slots, jnp.ones(2, jnp.int32), 1)
-    out, _ = cached_attention(
-        *map(jnp.asarray, last), cache.store, 0, view, scale=SCALE, implementation="reference"
-    )
+    attend = functools.partial(cached_attention, scale=SCALE, implementation="reference")
+    out, _ = jax.jit(attend, compiler_options=FAST_COMPILE)(*last, cache.store, 0, view)
     assert worst_row_error(out, want[:, begin:, 0]) < 1e-5
+
+
+def test_plain_ops_refuse_a_quantised_store() -> None:
+    """`write_kv` and `paged_attention` name what they take, and the op that takes every kind."""
+    cache, view = reserve(
+        CONFIG, init_cache(CONFIG), jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32), 1
+    )
+    kv, q = jnp.zeros((1, 1, 2, 16)), jnp.zeros((1, 1, 6, 16))
+    with pytest.raises(ValueError, match="store: expected a KVStore, got QuantisedStore"):
+        write_kv(cache.store, 0, kv, kv, view)
+    with pytest.raises(ValueError, match="store: expected a KVStore or a SealedStore, got"):
+        paged_attention(q, cache.store, 0, view, scale=1.0)
+    with pytest.raises(ValueError, match="open_ids: expected"):
+        bare = dataclasses.replace(view, open_ids=None)
+        cached_attention(q, kv, kv, cache.store, 0, bare, scale=1.0)
 
 
 def test_nan_token_stays_in_its_own_sequence() -> None:
