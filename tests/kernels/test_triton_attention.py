@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast_compile import FAST_INTERPRET
 from jax.experimental.pallas.ops.gpu import paged_attention as stock
 from oracles.attention import TOLERANCES, paged_attention_oracle, worst_row_error
 
@@ -25,15 +26,13 @@ from pallas_kernels.paged_attention.triton_plan import Tiling, choose_tiling
 # Small steps and several splits, so that tiny cases cross every boundary the kernels have.
 SMALL = Tiling(query_rows=16, keys=16, num_splits=3, num_warps=4, num_stages=2)
 WHOLE = dataclasses.replace(SMALL, num_splits=1)
-# The programs are small and run once: LLVM's optimisation would take longer than it saves.
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @functools.cache
 def attention(tiling: Tiling | None, **static: Any) -> Any:
     """Returns the kernels under jit; knobs given here are Python numbers, the others traced."""
     call = functools.partial(paged_attention_triton, interpret=True, tiling=tiling, **static)
-    return jax.jit(call, compiler_options=FAST_COMPILE)
+    return jax.jit(call, compiler_options=FAST_INTERPRET)
 
 
 def run(case: Case, inputs: Inputs, tiling: Tiling | None = SMALL) -> tuple[np.ndarray, np.ndarray]:
