@@ -50,7 +50,7 @@ except ImportError:  # a jaxlib without Mosaic GPU; the entry point says so
     plgpu = None
 
 LOG2E = math.log2(math.e)
-PEAK_FLOOR = -1e30
+PEAK_FLOOR = -3e38  # below every score that float32 holds once it is in base 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fast_compile import FAST_INTERPRET
+from field_cases import wrong_answers
 from oracles.attention import TOLERANCES, paged_attention_oracle, worst_row_error
 from test_hopper_interpreter import interpreter  # noqa: F401  (a fixture)
 
@@ -184,6 +185,34 @@ def test_dead_bytes_block_ids_and_unused_entries_change_no_bit(interpreter):  # 
         got = run(make_inputs(case, **changes))
         np.testing.assert_array_equal(got[0], plain[0])
         np.testing.assert_array_equal(got[1], plain[1])
+
+
+def test_blocks_behind_the_window_may_be_gone(interpreter):  # noqa: F811
+    """Field case K4: neither the entry nor the bytes of a block no query can see are read."""
+    case = dataclasses.replace(OWN_CASES[2], lens=((1, 200), (1, 64)), window=40)
+    inputs = make_inputs(case)
+    run = make_call(interpreter, case)
+    plain = run(inputs)
+    tables = inputs.view.block_tables
+    gone = inputs.store.kv.at[:, tables[0, :2]].set(jnp.nan)  # keys 0 to 127; 160 to 199 are seen
+    inputs = dataclasses.replace(
+        inputs,
+        store=dataclasses.replace(inputs.store, kv=gone),
+        view=dataclasses.replace(inputs.view, block_tables=tables.at[0, :2].set(2_000_000)),
+    )
+    for got, expected in zip(run(inputs), plain, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_field_cases_with_answers_known_by_hand(interpreter):  # noqa: F811
+    params = interpreter(out_of_bounds_reads="uninitialized")
+
+    @functools.partial(jax.jit, compiler_options=FAST_INTERPRET)
+    def attend(q, store, layer, view, soft_cap, window):
+        bounds = {"scale": jnp.float32(1), "soft_cap": soft_cap, "window": window}
+        return paged_attention_hopper(q, store, layer, view, **bounds, interpret=params)[0]
+
+    assert not wrong_answers(attend, format="bfloat16", block_size=8, head_dim=32)
 
 
 def test_row_alone_equals_row_in_batch(interpreter):  # noqa: F811
