@@ -19,6 +19,7 @@ from jax.experimental.pallas.ops.gpu import paged_attention as stock
 from oracles.attention import TOLERANCES, paged_attention_oracle, worst_row_error
 
 from pallas_kernels.layout import BatchView, KVLayout, KVStore, decode, kv_format
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.shapes import CASES, Case, Inputs, find, make_inputs
 from pallas_kernels.paged_attention.triton import paged_attention_triton
@@ -279,3 +280,18 @@ def test_what_is_not_supported_says_what_is() -> None:
     store = KVStore(jnp.zeros(layout.shape), layout)
     with pytest.raises(NotImplementedError, match="head_dim up to 256, got 512"):
         paged_attention_triton(jnp.zeros((5, 1, 4, 512)), store, *rest, **knobs)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "message"),
+    [("triton", "head_dim up to 256, got 512"), ("hopper", "format: supported are bfloat16")],
+)
+def test_a_named_implementation_never_falls_back(implementation: str, message: str) -> None:
+    inputs = make_inputs(find("decode"))
+    layout = dataclasses.replace(inputs.store.layout, head_dim=512)
+    store = KVStore(jnp.zeros(layout.shape), layout)
+    q = jnp.zeros((5, 1, 4, 512))
+    with pytest.raises(NotImplementedError, match=message):
+        paged_attention(
+            q, store, inputs.layer, inputs.view, scale=1.0, implementation=implementation
+        )
