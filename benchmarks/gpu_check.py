@@ -34,6 +34,7 @@ from rich.table import Table
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
 
+from fast_compile import FAST_INTERPRET  # noqa: E402
 from oracles.attention import TOLERANCES, worst_row_error  # noqa: E402
 
 from pallas_kernels.kv_write.reference import write_kv_reference  # noqa: E402
@@ -68,10 +69,10 @@ class Row:
 # ---- correctness ----
 
 
-def check_case(case: Case, name: str, attention: Callable[..., Any]) -> Row:
+def check_case(case: Case, name: str, attention: Callable[..., Any], **jit_options: Any) -> Row:
     """Compares one implementation with the reference, and with itself on a permuted pool."""
     knobs = {"scale": case.softmax_scale, "soft_cap": case.soft_cap, "window": case.window}
-    run = jax.jit(functools.partial(attention, **knobs))
+    run = jax.jit(functools.partial(attention, **knobs), **jit_options)
     try:
         inputs, shuffled = make_inputs(case), make_inputs(case, shuffle=5, sentinel=2**31 - 1)
         args = (inputs.q, inputs.store, inputs.layer, inputs.view)
@@ -111,7 +112,10 @@ def correctness(interpret: bool) -> list[Row]:
         del implementations["triton"]  # the same code, and the interpreter compiles slowly
     elif jax.devices()[0].compute_capability >= "9.0":
         implementations["hopper"] = paged_attention_hopper
-    rows = [check_case(case, *item) for case in cases for item in implementations.items()]
+    options = {"compiler_options": FAST_INTERPRET} if interpret else {}
+    rows = [
+        check_case(case, *item, **options) for case in cases for item in implementations.items()
+    ]
     write = functools.partial(write_kv_triton, interpret=interpret)
     return rows + [check_write(case, write) for case in cases]
 

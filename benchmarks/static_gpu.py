@@ -2,13 +2,18 @@
 
 Decode with a context of 4,096 and one chunk of prefill, for the shapes of Qwen3-8B and Qwen2.5-0.5B.  Figures:
 launches and temporary bytes of the compiled call; registers, spilled bytes, shared memory, thread blocks that
-share a multiprocessor, tensor-core instructions and global loads narrower than 128 bits of its main kernel.
+share a multiprocessor, tensor-core instructions, and global loads of 128 bits (q, K, V) and narrower ones (lengths,
+table entries) of its main kernel.
+
+    python benchmarks/static_gpu.py --save benchmarks/results
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +30,7 @@ sys.path[:0] = [
     str(Path(__file__).parent.parent / "tests/compile"),
 ]
 
-from cuda_target import TARGETS, CudaProgram, compile_for, skip_reason  # noqa: E402
+from cuda_target import TARGETS, CudaProgram, compile_for, skip_reason, tool  # noqa: E402
 
 from pallas_kernels.kv_write.triton import write_kv_triton  # noqa: E402
 from pallas_kernels.layout import BatchView, KVLayout, KVStore, kv_format  # noqa: E402
@@ -39,8 +44,8 @@ UNITS = {
     "shared_bytes": "B",
     "blocks_per_core": "thread blocks",
     "tensor_core": "instructions",
+    "wide_loads": "instructions",
     "narrow_loads": "instructions",
-    "sass": "instructions",
     "temp_bytes": "B",
 }
 
@@ -80,8 +85,8 @@ def spec(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def compile_ours(arch: str, call: Call, format: str) -> tuple[CudaProgram, CudaProgram]:
-    """Compiles (attention, write) of a call."""
+def compile_ours(arch: str, call: Call, format: str) -> tuple[CudaProgram, CudaProgram | None]:
+    """Compiles (attention, write) of a call; the write once, for it does not depend on the block size."""
     layout = call.layout(format)
     dtype = layout.format.dtype
     store = KVStore(spec(*layout.shape, dtype=layout.dtype), layout)
@@ -95,10 +100,10 @@ def compile_ours(arch: str, call: Call, format: str) -> tuple[CudaProgram, CudaP
             q, store, layer, view, scale=call.head_dim**-0.5, soft_cap=None, window=None
         )
 
-    return (
-        compile_for(TARGETS[arch], attend, (q, store, spec(), view)),
-        compile_for(TARGETS[arch], write_kv_triton, (store, spec(), k, k, view), (0,)),
-    )
+    attention = compile_for(TARGETS[arch], attend, (q, store, spec(), view))
+    if call.block_size != Call.block_size:
+        return attention, None
+    return attention, compile_for(TARGETS[arch], write_kv_triton, (store, spec(), k, k, view), (0,))
 
 
 def compile_stock(arch: str, call: Call, format: str) -> CudaProgram:
@@ -120,6 +125,7 @@ def compile_stock(arch: str, call: Call, format: str) -> CudaProgram:
 def figures(program: CudaProgram, kernel: str) -> dict[str, float]:
     """The figures of a compiled call and its main kernel."""
     stats = program.kernel(kernel)
+    widths = stats.load_widths()
     return {
         "launches": len(program.launches),
         "spill_bytes": stats.spill_bytes,
@@ -127,8 +133,8 @@ def figures(program: CudaProgram, kernel: str) -> dict[str, float]:
         "shared_bytes": stats.shared_bytes,
         "blocks_per_core": program.target.blocks_per_core(stats),
         "tensor_core": stats.tensor_core_instructions,
-        "narrow_loads": sum(n for bits, n in stats.load_widths().items() if bits < 128),
-        "sass": sum(stats.instructions.values()),
+        "wide_loads": widths.get(128, 0),
+        "narrow_loads": sum(n for bits, n in widths.items() if bits < 128),
         "temp_bytes": program.memory.temp_size_in_bytes,
     }
 
@@ -170,25 +176,59 @@ def measure(arch: str, format: str, call: Call) -> list[Row]:
     if call.query_len == 1:
         stock = figures(compile_stock(arch, call, format), "paged_attention")
     ours = figures(attention, "paged_attention")
-    return [
-        Row(arch, format, "attention", call, ours, stock),
-        Row(arch, format, "write", call, figures(write, "write_kv"), {}),
-    ]
+    rows = [Row(arch, format, "attention", call, ours, stock)]
+    if write is not None:
+        rows.append(Row(arch, format, "write", call, figures(write, "write_kv"), {}))
+    return rows
 
 
-def print_table(rows: list[Row]) -> None:
-    """Prints one line a kernel, upstream's under ours."""
-    table = Table(title="Triton kernels through the CUDA compilers", title_justify="left")
-    for column in ("target", "kernel", "call", *UNITS):
-        table.add_column(column, justify="right" if column in UNITS else "left")
+def table_lines(rows: list[Row]) -> list[tuple[str, ...]]:
+    """The cells of the table: one line a kernel, upstream's under ours."""
+    lines = []
     for row in rows:
         call = row.call
         shape = f"{call.model} rows {call.rows} queries {call.query_len} block {call.block_size}"
         target = f"{row.arch} {row.format}"
-        for kernel, values in ((row.kernel, row.ours), ("  stock", row.stock)):
+        for kernel, values in ((row.kernel, row.ours), ("stock", row.stock)):
             if values:
-                table.add_row(target, kernel, shape, *(f"{values[name]:g}" for name in UNITS))
+                lines.append((target, kernel, shape, *(f"{values[name]:,.0f}" for name in UNITS)))
+    return lines
+
+
+def print_table(rows: list[Row]) -> None:
+    """Prints the table."""
+    table = Table(title="Triton kernels through the CUDA compilers", title_justify="left")
+    for column in ("target", "kernel", "call", *UNITS):
+        table.add_column(column, justify="right" if column in UNITS else "left")
+    for line in table_lines(rows):
+        table.add_row(*line)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def save(folder: Path, rows: list[Row], results: list[harness.Result]) -> None:
+    """Writes static_gpu.md, the table with what made it, and static_gpu.jsonl, a line a figure."""
+    ptxas = subprocess.run([tool("ptxas"), "--version"], check=True, capture_output=True, text=True)
+    versions = harness.versions() | {
+        "jax-cuda13-plugin": importlib.metadata.version("jax-cuda13-plugin"),
+        "ptxas": ptxas.stdout.split()[-1],
+    }
+    heads = ("target", "kernel", "call", *UNITS)
+    table = [heads, ("---",) * 3 + ("---:",) * len(UNITS), *table_lines(rows)]
+    lines = [
+        "# Triton kernels through the CUDA compilers",
+        "",
+        "`python benchmarks/static_gpu.py --save benchmarks/results`, no GPU.  "
+        + ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "",
+        (__doc__ or "").split("\n\n")[1].replace("\n", " "),
+        "`stock`: jax.experimental.pallas.ops.gpu.paged_attention on the same shapes.",
+        "",
+        *("| " + " | ".join(cells) + " |" for cells in table),
+        "",
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "static_gpu.md").write_text("\n".join(lines))
+    (folder / "static_gpu.jsonl").write_text("".join(r.line() + "\n" for r in results))
 
 
 def main() -> None:
@@ -198,6 +238,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="sm_80 and sm_90, two calls, bfloat16")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, no table")
+    parser.add_argument("--save", type=Path, help="folder for static_gpu.md and static_gpu.jsonl")
     options = parser.parse_args()
     reason = skip_reason()
     if reason:
@@ -210,6 +251,8 @@ def main() -> None:
         for row in measure(arch, format, call)
     ]
     results = [result for row in rows for result in row.results()]
+    if options.save:
+        save(options.save, rows, results)
     if options.json:
         for result in results:
             print(result.line())

@@ -51,7 +51,7 @@ except ImportError:  # a jaxlib without Mosaic GPU; the entry point says so
     plgpu = None
 
 LOG2E = math.log2(math.e)
-PEAK_FLOOR = -1e30
+PEAK_FLOOR = -3e38  # below every score that float32 holds once it is in base 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,22 +201,18 @@ def attend(plan: Plan, refs: Refs, work: Work) -> None:
         plgpu.barrier_wait(refs.full.at[stage])
         keys = refs.kv_smem.at[stage, :, pl.ds(0, head_dim)]
         values = refs.kv_smem.at[stage, :, pl.ds(2 * head_dim - width, width)]
-        raw = multiply(keys, plgpu.transpose_ref(refs.q_smem, (1, 0)), (tile, columns))
+        raw = multiply(keys, transposed(refs.q_smem), (tile, columns))
         scores = base2_scores(raw, t)
         new_peak = jnp.maximum(peak, scores.max(axis=0))
         fade = jnp.exp2(peak - new_peak)
         weights = jnp.exp2(scores - spread(new_peak, tile))
         total = total * spread(fade, tile) + weights
-        plgpu.transpose_ref(refs.p_smem, (1, 0))[...] = plgpu.layout_cast(
+        transposed(refs.p_smem)[...] = plgpu.layout_cast(
             weights.astype(plan.dtype), plgpu.Layout.WGMMA_TRANSPOSED
         )
         clear_unseen(values, t)
         plgpu.commit_smem()
-        update = multiply(
-            plgpu.transpose_ref(values, (1, 0)),
-            plgpu.transpose_ref(refs.p_smem, (1, 0)),
-            (width, columns),
-        )
+        update = multiply(transposed(values), transposed(refs.p_smem), (width, columns))
         plgpu.barrier_arrive(refs.empty.at[stage])
         return acc * spread(fade, width) + update, new_peak, total
 
@@ -242,7 +238,7 @@ def store_results(plan: Plan, refs: Refs, work: Work, first_row, acc, peak, tota
 
     def store_transposed(ref, x):  # [value_width, column] -> SMEM [column, value_width]
         x = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.transpose_ref(ref, (1, 0))[...] = x
+        transposed(ref)[...] = x
 
     seen_any = total > 0
     total = jnp.where(seen_any, total, 1.0)
@@ -267,6 +263,11 @@ def store_results(plan: Plan, refs: Refs, work: Work, first_row, acc, peak, tota
         there = 0, work.row, work.head, lax.div(work.query, jnp.int32(plan.query_tile))
         plgpu.copy_smem_to_gmem(refs.lse_smem, refs.lse.at[there])
     plgpu.wait_smem_to_gmem(0)
+
+
+def transposed(ref):
+    """Returns a view of a 2-D ref (not `plgpu.transpose_ref`: jax 0.11.2's refuses refs without transforms)."""
+    return ref.transpose((1, 0))
 
 
 def multiply(a, b, shape):
@@ -375,7 +376,10 @@ def paged_attention_hopper(
         paged_attention_hopper_kernel,
         out_type=tuple(outputs.values()),
         scratch_types=tuple(scratch.values()),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Lane semantics, the default of jax 0.10: 0.11.2 infers layouts instead, and finds none for these casts.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         grid=(plan.num_kv_heads, plan.query_tiles * plan.splits, rows),
         grid_names=("head", "part", "row"),
         num_threads=2,

@@ -61,10 +61,11 @@ def choose_tiling(
         keys = 32 if wide or query_rows > 16 else 64
     elif wide:
         query_rows, keys = min(query_rows, 64), 32
-        warps = 8 if query_rows == 64 else 4
+        warps = 8 if query_rows >= 32 else 4  # 4 at 32 rows: sm_90 spills
     else:
         query_rows = min(query_rows, 128)
-        keys = 32 if query_rows == 64 else 64
+        many_blocks = query_rows == 16 and layout.block_size < 16 and head_dim > 64
+        keys = 32 if query_rows == 64 or many_blocks else 64  # 64 in blocks of 8: sm_80 spills
         warps = 8 if query_rows == 128 else 4
     tiles = rows * layout.num_kv_heads * pl.cdiv(packed, query_rows)
     programs = _PROGRAMS if query_rows <= 32 else _PROGRAMS // 2

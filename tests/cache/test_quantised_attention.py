@@ -198,8 +198,8 @@ def test_plain_ops_refuse_a_quantised_store() -> None:
         write_kv(cache.store, 0, kv, kv, view)
     with pytest.raises(ValueError, match="store: expected a KVStore or a SealedStore, got"):
         paged_attention(q, cache.store, 0, view, scale=1.0)
+    bare = dataclasses.replace(view, open_ids=None)
     with pytest.raises(ValueError, match="open_ids: expected"):
-        bare = dataclasses.replace(view, open_ids=None)
         cached_attention(q, kv, kv, cache.store, 0, bare, scale=1.0)
 
 

@@ -143,7 +143,7 @@ class KernelStats:
       spill_bytes: bytes of spill stores and loads in the code of one thread.
       stack_bytes: local memory of a thread.
       shared_bytes: static plus dynamic shared memory of a block.
-      instructions: SASS opcodes with all their suffixes, counted; empty without nvdisasm.
+      cubin: what ptxas made of `ptx`.
       ptx: the PTX text of the module the kernel is in.
     """
 
@@ -153,8 +153,31 @@ class KernelStats:
     spill_bytes: int
     stack_bytes: int
     shared_bytes: int
-    instructions: collections.Counter[str]
+    cubin: bytes = dataclasses.field(repr=False)
     ptx: str = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def instructions(self) -> collections.Counter[str]:
+        """SASS opcodes with all their suffixes, counted; empty without nvdisasm, which runs when first asked."""
+        if not tool("nvdisasm").exists():
+            return collections.Counter()
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            command = [str(tool("nvdisasm")), "-c", "-ndf", file.name]
+            sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return count_opcodes(sass, self.name)
+
+    @property
+    def copy_widths(self) -> collections.Counter[int]:
+        """Bytes of an asynchronous copy (global to shared memory) -> how many are in the PTX."""
+        sizes = re.findall(r"cp\.async\.c[ag]\.shared\S*\s+\[[^]]*\], \[[^]]*\], (\w+)", self.ptx)
+        return collections.Counter(int(size, 0) for size in sizes)
+
+    @property
+    def tensor_core_ptx(self) -> int:
+        """Matrix multiply instructions of the tensor cores in the PTX: warp, warp group, sm_100."""
+        return len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", self.ptx))
 
     def count(self, pattern: str) -> int:
         """Instructions whose opcode matches the regular expression from its start."""
@@ -194,7 +217,7 @@ class CudaProgram:
     def kernel(self, name: str) -> KernelStats:
         """Statistics of the kernel called `name`, or else of the one whose name starts so.
 
-        Runs ptxas and nvdisasm.
+        Runs ptxas.
 
         Raises:
           LookupError: there is none, or there are several.
@@ -309,17 +332,14 @@ def parse_launches(thunks: str) -> tuple[Launch, ...]:
 
 
 def kernel_stats(ptx: str, name: str, threads: int, dynamic_shared: int) -> KernelStats:
-    """Assembles `ptx` with the ptxas of the installed package and reads what it and nvdisasm report on `name`."""
+    """Assembles `ptx` with the ptxas of the installed package and reads what it reports on `name`."""
     arch = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)[1]
     with tempfile.TemporaryDirectory(prefix="jaxkv-ptxas-") as folder:
         source, cubin = pathlib.Path(folder) / "kernel.ptx", pathlib.Path(folder) / "kernel.cubin"
         source.write_text(ptx)
         command = [str(tool("ptxas")), "-v", f"-arch={arch}", str(source), "-o", str(cubin)]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-        sass = ""
-        if tool("nvdisasm").exists():
-            command = [str(tool("nvdisasm")), "-c", str(cubin)]
-            sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        code = cubin.read_bytes()
     section = re.search(
         rf"entry function '{re.escape(name)}'.*?(?=Compiling entry|\Z)", report, re.DOTALL
     )[0]
@@ -335,7 +355,7 @@ def kernel_stats(ptx: str, name: str, threads: int, dynamic_shared: int) -> Kern
         spill_bytes=figure(r"(\d+) bytes spill stores") + figure(r"(\d+) bytes spill loads"),
         stack_bytes=figure(r"(\d+) bytes stack frame"),
         shared_bytes=figure(r"(\d+) bytes smem") + dynamic_shared,
-        instructions=count_opcodes(sass, name),
+        cubin=code,
         ptx=ptx,
     )
 

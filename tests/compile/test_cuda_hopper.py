@@ -11,7 +11,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import pytest
-from compile.cuda_target import TARGETS, compile_for, kernel_stats, skip_reason
+from compile.cuda_target import TARGETS, compile_for, kernel_stats, skip_reason, tool
 
 from pallas_kernels.layout import BatchView, KVLayout, KVStore, kv_format
 from pallas_kernels.paged_attention.hopper import paged_attention_hopper
@@ -118,9 +118,10 @@ def describe(options):
 def test_sm_90_uses_tma_and_wgmma_and_spills_nothing(options):
     program, stats, plan = build(**options)
     assert stats.spill_bytes == stats.stack_bytes == 0
-    assert stats.count("HGMMA") > 0
-    assert stats.count("UTMALDG") > 0
-    assert stats.count("LDG.*128") == 0  # nothing of the KV passes through registers on its way in
+    assert stats.tensor_core_ptx == stats.ptx.count("wgmma.mma_async") > 0
+    assert stats.ptx.count("cp.async.bulk.tensor") > 0
+    # Nothing of the KV passes through registers on its way in.
+    assert not re.findall(r"ld\.global\S*\.v[24]|ld\.global\S*\.b64|cp\.async\.c[ag]", stats.ptx)
     assert len(program.launches) <= 2
     parts = plan.splits if plan.splits > 1 else 0
     values = plan.rows * plan.query_len * plan.num_q_heads * plan.head_dim
@@ -157,7 +158,20 @@ def test_stacked_pool_of_a_gigabyte_is_read_in_place(as_bits):
     assert program.memory.temp_size_in_bytes < 2**20
 
 
-def test_sm_100_is_refused_by_the_backend():
-    """wgmma exists on sm_90a alone; sm_100 has tcgen05 in its place."""
-    with pytest.raises(jax.errors.JaxRuntimeError):
+def test_sm_100_is_refused_by_the_backend_for_wgmma(capfd):
+    """wgmma exists on sm_90a alone; sm_100 has tcgen05 in its place.
+
+    The exception only says that a pass failed; MLIR's check of the first wgmma instruction says why, on stderr.
+    """
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Pass pipeline failed"):
         build(**QWEN3_8B, rows=63, arch="sm_100")
+    assert "'nvvm.wgmma.fence.aligned' op is not supported on sm_100a" in capfd.readouterr().err
+
+
+def test_disassembly_has_tma_and_wgmma():
+    _, stats, _ = build(**QWEN3_8B, block_size=64)
+    if not tool("nvdisasm").exists():
+        pytest.skip("needs nvidia-cuda-nvdisasm")
+    assert stats.count("HGMMA") == stats.tensor_core_ptx
+    assert stats.count("UTMALDG") > 0
+    assert stats.count("LDG.*128") == 0

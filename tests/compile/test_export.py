@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compile import cuda_target, tpu_target
-from fast_compile import INTERPRETER_COMPILE
+from fast_compile import FAST_INTERPRET
 from jax import export
 
 from jaxkv import CacheConfig, decode_loop
@@ -102,7 +102,7 @@ def donated() -> tuple[int, ...]:
 
 def test_artifact_for_three_platforms_gives_the_tokens_of_the_jitted_loop() -> None:
     assert artifact().platforms == PLATFORMS
-    run = functools.partial(jax.jit, compiler_options=INTERPRETER_COMPILE)
+    run = functools.partial(jax.jit, compiler_options=FAST_INTERPRET)
     leaves = run(artifact().call)(*jax.tree.leaves(arguments()))
     got = jax.tree.unflatten(jax.tree.structure(arguments()[1]), leaves)
     expected = run(generate)(*arguments())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast_compile import FAST_INTERPRET
+from field_cases import wrong_answers
 from oracles.attention import TOLERANCES, paged_attention_oracle, worst_row_error
 from test_hopper_interpreter import interpreter  # noqa: F401  (a fixture)
 
@@ -115,7 +118,7 @@ def make_call(interpreter, case, *, splits=None, out_of_bounds_reads="uninitiali
     bounds = {"soft_cap": case.soft_cap, "window": case.window}
     traced = {name: jnp.asarray(value) for name, value in bounds.items() if value is not None}
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=FAST_INTERPRET)
     def call(q, store, layer, view, scale, traced):
         return paged_attention_hopper(
             q,
@@ -140,16 +143,18 @@ def make_call(interpreter, case, *, splits=None, out_of_bounds_reads="uninitiali
 def check(case, inputs, out, lse):
     """Compares with the oracle and the reference."""
     bounds = {"scale": case.softmax_scale, "soft_cap": case.soft_cap, "window": case.window}
-    view = inputs.view
+    q, view = jax.tree.map(np.asarray, (inputs.q, inputs.view))  # a JAX array is slow to index
     expected = paged_attention_oracle(
-        inputs.q, inputs.kv, case.layer, view.block_tables, view.kv_lens, view.q_lens, **bounds
+        q, inputs.kv, case.layer, view.block_tables, view.kv_lens, view.q_lens, **bounds
     )
     assert worst_row_error(out, expected[0]) <= TOLERANCES[case.format]
     empty = np.isneginf(expected[1])
     np.testing.assert_array_equal(np.isneginf(lse), empty)
     assert not out[empty].any()
     np.testing.assert_allclose(lse[~empty], expected[1][~empty], atol=2e-5)
-    reference = paged_attention_reference(inputs.q, inputs.store, inputs.layer, view, **bounds)
+    reference = jax.jit(paged_attention_reference, compiler_options=FAST_INTERPRET)(
+        inputs.q, inputs.store, inputs.layer, inputs.view, **bounds
+    )
     assert worst_row_error(out, reference[0]) <= TOLERANCES[case.format]
 
 
@@ -180,6 +185,34 @@ def test_dead_bytes_block_ids_and_unused_entries_change_no_bit(interpreter):  # 
         got = run(make_inputs(case, **changes))
         np.testing.assert_array_equal(got[0], plain[0])
         np.testing.assert_array_equal(got[1], plain[1])
+
+
+def test_blocks_behind_the_window_may_be_gone(interpreter):  # noqa: F811
+    """Field case K4: neither the entry nor the bytes of a block no query can see are read."""
+    case = dataclasses.replace(OWN_CASES[2], lens=((1, 200), (1, 64)), window=40)
+    inputs = make_inputs(case)
+    run = make_call(interpreter, case)
+    plain = run(inputs)
+    tables = inputs.view.block_tables
+    gone = inputs.store.kv.at[:, tables[0, :2]].set(jnp.nan)  # keys 0 to 127; 160 to 199 are seen
+    inputs = dataclasses.replace(
+        inputs,
+        store=dataclasses.replace(inputs.store, kv=gone),
+        view=dataclasses.replace(inputs.view, block_tables=tables.at[0, :2].set(2_000_000)),
+    )
+    for got, expected in zip(run(inputs), plain, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_field_cases_with_answers_known_by_hand(interpreter):  # noqa: F811
+    params = interpreter(out_of_bounds_reads="uninitialized")
+
+    @functools.partial(jax.jit, compiler_options=FAST_INTERPRET)
+    def attend(q, store, layer, view, soft_cap, window):
+        bounds = {"scale": jnp.float32(1), "soft_cap": soft_cap, "window": window}
+        return paged_attention_hopper(q, store, layer, view, **bounds, interpret=params)[0]
+
+    assert not wrong_answers(attend, format="bfloat16", block_size=8, head_dim=32)
 
 
 def test_row_alone_equals_row_in_batch(interpreter):  # noqa: F811

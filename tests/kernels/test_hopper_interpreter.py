@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast_compile import FAST_INTERPRET
 from jax.experimental import pallas as pl
 
 try:
@@ -114,7 +115,7 @@ def _make_run_jaxpr():
         with lock:
             if id(jaxpr) not in programs:
                 run = functools.partial(jax.core.eval_jaxpr, jaxpr)
-                compiled = jax.jit(run).lower(consts, *args).compile()
+                compiled = jax.jit(run).lower(consts, *args).compile(FAST_INTERPRET)
                 programs[id(jaxpr)] = jaxpr, compiled  # the jaxpr stays alive: its id stays its own
         programs[id(jaxpr)][1](consts, *args)
 

@@ -7,6 +7,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from fast_compile import FAST_INTERPRET
 from jax.experimental.pallas import tpu as pltpu
 from oracles.attention import TOLERANCES, worst_row_error
 from oracles.quantised import sealed_attention_oracle
@@ -43,7 +44,7 @@ def test_sealed_attention_matches_the_oracle(name: str, case: SealedCase) -> Non
     inputs = make_sealed_inputs(case)
     call = jax.jit(
         functools.partial(RUNS[name], **inputs.knobs(case)),
-        compiler_options={"xla_backend_optimization_level": "0"},
+        compiler_options=FAST_INTERPRET,
     )
     out, lse = call(inputs.q, inputs.store, inputs.layer, inputs.view)
     want, want_lse = expected(case)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_compile import FAST_COMPILE, INTERPRETER_COMPILE
+from fast_compile import FAST_COMPILE, FAST_INTERPRET
 from jax.experimental.pallas import tpu as pltpu
 from oracles.attention import TOLERANCES, paged_attention_oracle, worst_row_error
 
@@ -41,7 +41,7 @@ RUNS = [case for case in CASES if case.format != "float16"]
 @functools.partial(
     jax.jit,
     static_argnames=("tuning", "interpret"),
-    compiler_options=INTERPRETER_COMPILE,
+    compiler_options=FAST_INTERPRET,
 )
 def attend(q, store, layer, view, scale, soft_cap, window, tuning, interpret):
     TRACES.append(None)

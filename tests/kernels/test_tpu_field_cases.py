@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_compile import INTERPRETER_COMPILE
+from fast_compile import FAST_INTERPRET
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_copy.tpu import copy_blocks_tpu
@@ -59,7 +59,7 @@ def random(seed: int, kv_len: int) -> Row:
     return Row(k, v, rng.standard_normal((1, Q_HEADS, HEAD_DIM), np.float32))
 
 
-@functools.partial(jax.jit, compiler_options=INTERPRETER_COMPILE)
+@functools.partial(jax.jit, compiler_options=FAST_INTERPRET)
 def program(q, store, view, scale, soft_cap, window):
     return paged_attention_tpu(
         q,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_compile import INTERPRETER_COMPILE
+from fast_compile import FAST_INTERPRET
 from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels.kv_write.tpu as kv_write_tpu
@@ -25,7 +25,7 @@ LENS = {
     "speculative": [(4, 4), (4, 10), (3, 17), (0, 9), (1, 16), (2, 33)],
     "prefill": [(24, 24), (17, 40), (24, 29), (1, 5), (0, 3), (16, 32)],
 }
-quick = functools.partial(jax.jit, compiler_options=INTERPRETER_COMPILE)
+quick = functools.partial(jax.jit, compiler_options=FAST_INTERPRET)
 
 
 def make_store(layout: KVLayout) -> KVStore:

@@ -13,10 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast_compile import FAST_INTERPRET
+from field_cases import wrong_answers
 from jax.experimental.pallas.ops.gpu import paged_attention as stock
 from oracles.attention import TOLERANCES, paged_attention_oracle, worst_row_error
 
-from pallas_kernels.layout import BatchView, KVLayout, KVStore, decode, encode, kv_format
+from pallas_kernels.layout import BatchView, KVLayout, KVStore, decode, kv_format
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.shapes import CASES, Case, Inputs, find, make_inputs
 from pallas_kernels.paged_attention.triton import paged_attention_triton
@@ -25,15 +28,13 @@ from pallas_kernels.paged_attention.triton_plan import Tiling, choose_tiling
 # Small steps and several splits, so that tiny cases cross every boundary the kernels have.
 SMALL = Tiling(query_rows=16, keys=16, num_splits=3, num_warps=4, num_stages=2)
 WHOLE = dataclasses.replace(SMALL, num_splits=1)
-# The programs are small and run once: LLVM's optimisation would take longer than it saves.
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @functools.cache
 def attention(tiling: Tiling | None, **static: Any) -> Any:
     """Returns the kernels under jit; knobs given here are Python numbers, the others traced."""
     call = functools.partial(paged_attention_triton, interpret=True, tiling=tiling, **static)
-    return jax.jit(call, compiler_options=FAST_COMPILE)
+    return jax.jit(call, compiler_options=FAST_INTERPRET)
 
 
 def run(case: Case, inputs: Inputs, tiling: Tiling | None = SMALL) -> tuple[np.ndarray, np.ndarray]:
@@ -68,6 +69,13 @@ def oracle(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
+def reference_of(case: Case, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """Runs the float32 reference on a case."""
+    knobs = {"scale": case.softmax_scale, "soft_cap": case.soft_cap, "window": case.window}
+    call = jax.jit(paged_attention_reference, compiler_options=FAST_INTERPRET)
+    return call(inputs.q, inputs.store, inputs.layer, inputs.view, **knobs)
+
+
 def check_lse(got: np.ndarray, expected: np.ndarray) -> None:
     """Log-sum-exps agree to float32 rounding, -inf where nothing is seen."""
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
@@ -76,12 +84,14 @@ def check_lse(got: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_case_matches_the_oracle(case: Case) -> None:
+def test_every_case_matches_oracle_and_reference(case: Case) -> None:
     inputs = make_inputs(case)
     expected, expected_lse = oracle(case, inputs)
     out, lse = run(case, inputs)
     assert worst_row_error(out, expected) <= TOLERANCES[case.format]
     check_lse(lse, expected_lse)
+    reference, _ = reference_of(case, inputs)
+    assert worst_row_error(out, reference.astype(jnp.float32)) <= TOLERANCES[case.format]
 
 
 @pytest.mark.parametrize(
@@ -90,15 +100,7 @@ def test_every_case_matches_the_oracle(case: Case) -> None:
 def test_own_tiling_matches_the_reference(name: str) -> None:
     case = find(name)
     inputs = make_inputs(case)
-    expected, expected_lse = jax.jit(paged_attention_reference)(
-        inputs.q,
-        inputs.store,
-        inputs.layer,
-        inputs.view,
-        scale=case.softmax_scale,
-        soft_cap=case.soft_cap,
-        window=case.window,
-    )
+    expected, expected_lse = reference_of(case, inputs)
     out, lse = run(case, inputs, tiling=None)
     assert worst_row_error(out, expected.astype(jnp.float32)) <= TOLERANCES[case.format]
     check_lse(lse, np.asarray(expected_lse))
@@ -203,52 +205,13 @@ def test_python_knobs_equal_traced_ones() -> None:
     check_lse(np.asarray(traced_lse), np.asarray(lse))
 
 
-def few_keys(
-    k: Any, v: Any, block_size: int = 4, format: str = "float32"
-) -> tuple[KVStore, BatchView]:
-    """Returns a store and a decode view of one sequence with k, v [token, head_dim], blocks reversed."""
-    k, v = np.asarray(k, np.float32), np.asarray(v, np.float32)
-    tokens, head_dim = k.shape
-    columns = -(-tokens // block_size)
-    layout = KVLayout(1, columns, 1, block_size, head_dim, kv_format(format), False)
-    table = np.arange(columns)[::-1]
-    kv = np.full(layout.shape, np.nan, np.float32)
-    for token in range(tokens):
-        kv[0, table[token // block_size], 0, token % block_size] = np.append(k[token], v[token])
-    lens = jnp.array([tokens], jnp.int32), jnp.array([1], jnp.int32)
-    view = BatchView(jnp.asarray(table[None], jnp.int32), *lens, lens[0][:, None] - 1)
-    return KVStore(encode(layout, jnp.asarray(kv)), layout), view
+def test_field_cases_with_answers_known_by_hand() -> None:
+    def attend(q: Any, store: Any, layer: Any, view: Any, soft_cap: Any, window: Any) -> Any:
+        knobs = {"scale": 1.0, "soft_cap": soft_cap, "window": window}
+        return attention(SMALL)(q, store, layer, view, **knobs)[0]
 
-
-def attend(q: Any, store: KVStore, view: BatchView, **knobs: Any) -> np.ndarray:
-    """Runs one query [head_dim]; returns its output."""
-    q = jnp.asarray(q, store.layout.format.dtype)[None, None, None]
-    knobs = {"scale": 1.0, "soft_cap": None, "window": None} | knobs
-    out, _ = attention(SMALL)(q, store, jnp.int32(0), view, **knobs)
-    return np.asarray(out.astype(jnp.float32))[0, 0, 0]
-
-
-def test_window_of_4_sees_keys_6_to_9() -> None:
-    """Field case K1: uniform scores make the output the mean of the keys that are seen."""
-    store, view = few_keys(np.zeros((10, 8)), np.arange(10.0)[:, None] * np.ones(8))
-    np.testing.assert_allclose(attend(np.zeros(8), store, view, window=4), 7.5, rtol=1e-6)
-    np.testing.assert_allclose(attend(np.zeros(8), store, view), 4.5, rtol=1e-6)
-
-
-def test_soft_cap_is_applied_before_the_mask() -> None:
-    """Field case M6: two keys of scores 0.3 and 2 under a cap of 1."""
-    k = np.array([0.3, 2.0])[:, None] * np.eye(8)[0]
-    store, view = few_keys(k, np.eye(8)[:2])
-    weights = attend(np.eye(8)[0], store, view, soft_cap=1.0)
-    np.testing.assert_allclose(weights[:2], [0.33789, 0.66211], atol=1e-5)
-
-
-@pytest.mark.parametrize("score", [-6e4, -1e30])
-@pytest.mark.parametrize("format", ["float32", "bfloat16"])
-def test_very_negative_scores_are_not_masked(score: float, format: str) -> None:
-    """Field case E7: softmax does not care where the scores lie."""
-    store, view = few_keys(np.ones((3, 8)), np.arange(3.0)[:, None] * np.ones(8), format=format)
-    np.testing.assert_allclose(attend(np.ones(8), store, view, scale=score / 8), 1.0, rtol=1e-6)
+    assert not wrong_answers(attend, format="float32", block_size=4, head_dim=8)
+    assert not wrong_answers(attend, format="bfloat16", block_size=8, head_dim=16)
 
 
 def test_block_ids_past_16_bits_are_read() -> None:
@@ -262,7 +225,10 @@ def test_block_ids_past_16_bits_are_read() -> None:
     view = BatchView(jnp.array([ids], jnp.int32), *lens, jnp.array([[2]], jnp.int32))
     weights = np.exp([0.0, 8.0, 16.0])
     expected = (weights * [0, 1, 2]).sum() / weights.sum()
-    np.testing.assert_allclose(attend(np.ones(8), KVStore(kv, layout), view), expected, rtol=1e-5)
+    knobs = {"scale": 1.0, "soft_cap": None, "window": None}
+    q = jnp.ones((1, 1, 1, 8))
+    out, _ = attention(SMALL)(q, KVStore(kv, layout), jnp.int32(0), view, **knobs)
+    np.testing.assert_allclose(out[0, 0, 0], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["decode_group_7", "decode_window_1"])
@@ -314,3 +280,18 @@ def test_what_is_not_supported_says_what_is() -> None:
     store = KVStore(jnp.zeros(layout.shape), layout)
     with pytest.raises(NotImplementedError, match="head_dim up to 256, got 512"):
         paged_attention_triton(jnp.zeros((5, 1, 4, 512)), store, *rest, **knobs)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "message"),
+    [("triton", "head_dim up to 256, got 512"), ("hopper", "format: supported are bfloat16")],
+)
+def test_a_named_implementation_never_falls_back(implementation: str, message: str) -> None:
+    inputs = make_inputs(find("decode"))
+    layout = dataclasses.replace(inputs.store.layout, head_dim=512)
+    store = KVStore(jnp.zeros(layout.shape), layout)
+    q = jnp.zeros((5, 1, 4, 512))
+    with pytest.raises(NotImplementedError, match=message):
+        paged_attention(
+            q, store, inputs.layer, inputs.view, scale=1.0, implementation=implementation
+        )

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast_compile import FAST_INTERPRET
 
 from pallas_kernels.kv_write.reference import write_kv_reference
 from pallas_kernels.kv_write.triton import write_kv_triton
 from pallas_kernels.layout import BatchView, KVLayout, KVStore, kv_format
 
 NUM_BLOCKS = 12
-write = jax.jit(functools.partial(write_kv_triton, interpret=True))
+write = jax.jit(functools.partial(write_kv_triton, interpret=True), compiler_options=FAST_INTERPRET)
 
 
 def make_layout(format: str, as_bits: bool, **sizes: int) -> KVLayout:
