@@ -15,7 +15,8 @@ they do not depend on the chunks either.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.sealed import QuantisedStore
 
 Options = dict[str, Any]
+Carry = TypeVar("Carry")
 
 
 def quantised_attention(
@@ -54,12 +56,17 @@ def quantised_attention(
     end = store.layout.num_layers - num_wide
     is_wide = (layer < num_wide) | (layer >= end)
     wide_layer = jnp.where(layer < num_wide, layer, layer - end + num_wide)
-    return jax.lax.cond(
-        is_wide,
-        lambda store: _wide_layer(call, store, wide_layer),
-        lambda store: _quantised_layer(call, store, layer - num_wide),
-        store,
-    )
+    carry = jnp.zeros_like(q), store
+    carry = _when(is_wide, lambda carry: _wide_layer(call, carry[1], wide_layer), carry)
+    return _when(~is_wide, lambda carry: _quantised_layer(call, carry[1], layer - num_wide), carry)
+
+
+def _when(condition: Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """Returns function(carry) where the condition holds, else the carry.
+
+    A loop of no or one turn and not `lax.cond`: XLA:GPU copies what passes through a branch, here whole pools.
+    """
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, x: function(x), carry)
 
 
 class _Call(NamedTuple):
@@ -213,10 +220,9 @@ def _stage(call: _Call, open_: KVStore, layer: Array, slot: Array) -> Array:
 
 def _seal(store: QuantisedStore, layer: Array, read: Any, ids: Array) -> QuantisedStore:
     """Seals the blocks `read()` returns where ids name one; reads and writes nothing if none does."""
-    sealed = jax.lax.cond(
+    sealed = _when(
         jnp.any(ids < store.layout.sealed.no_block),
         lambda sealed: seal_blocks(sealed, layer, read(), ids),
-        lambda sealed: sealed,
         store.sealed,
     )
     return dataclasses.replace(store, sealed=sealed)

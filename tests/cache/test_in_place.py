@@ -64,8 +64,11 @@ def check_in_place(compiled: Any, donated: Any, config: CacheConfig) -> None:
     assert memory.temp_size_in_bytes <= 0.02 * config.layout.nbytes
 
 
-@pytest.mark.parametrize("format", [*FORMATS, *SEALED_FORMATS])
-@pytest.mark.parametrize("program", ["prefill", "start", "decode"])
+PROGRAMS = [(program, format) for format in FORMATS for program in ("prefill", "start", "decode")]
+PROGRAMS += [("prefill", "int8"), ("decode", "int8"), ("decode", "int4"), ("decode", "fp8_e4m3")]
+
+
+@pytest.mark.parametrize(("program", "format"), PROGRAMS)
 def test_generation_program_updates_the_cache_in_place(program: str, format: str) -> None:
     config = big_config(format)
     model = jax.eval_shape(lambda: fake_model(head_dim=64, hidden=64, max_len=config.max_seq_len))

@@ -151,7 +151,15 @@ def sealed_blocks(config: CacheConfig, cache: PagedKVCache) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("int8", "fp8", "int4 groups of 8, first and last layer wide")
+        else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in CASES
+    ],
+)
 def test_quantised_attention_any_chunks_match_the_oracle(name: str) -> None:
     """Token by token and in uneven chunks: the oracle's numbers, and the same codes bit for bit."""
     config = CASES[name]
@@ -163,7 +171,7 @@ def test_quantised_attention_any_chunks_match_the_oracle(name: str) -> None:
     assert sealed_blocks(config, one) == sealed_blocks(config, many)
 
 
-@pytest.mark.parametrize("knobs", [{"window": 5}, {"window": 11}, {"soft_cap": 2.0, "window": 20}])
+@pytest.mark.parametrize("knobs", [{"window": 5}, {"soft_cap": 2.0, "window": 11}])
 def test_quantised_attention_window_and_soft_cap_match_the_oracle(knobs: dict[str, Any]) -> None:
     """Windows inside a block, across one edge and across several; K1 and M6 for codes."""
     one, out_one = run(CONFIG, ONE_BY_ONE, 1, **knobs)

@@ -147,7 +147,14 @@ def test_state_machine_random_transitions_match_plain_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "machine", [Bfloat16Machine, Float16Machine, Int8Machine, Fp8Machine, Int4Machine]
+    "machine",
+    [
+        Bfloat16Machine,
+        Int8Machine,
+        Int4Machine,
+        pytest.param(Float16Machine, marks=pytest.mark.exhaustive),
+        pytest.param(Fp8Machine, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_state_machine_narrow_formats_match_plain_model(machine: type[CacheMachine]) -> None:
     """Field case O7: the pool keeps its dtype through every transition; L8: scales go where their blocks go."""

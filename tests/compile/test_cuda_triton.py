@@ -108,7 +108,7 @@ def check_attention(program: CudaProgram, layout: KVLayout, call: str) -> None:
     [("bfloat16", HEAD_DIMS), ("float16", (80, 256)), ("float32", HEAD_DIMS)],
     ids=("bfloat16", "float16", "float32"),
 )
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90"])
 def test_every_head_dim_compiles_without_spills(
     arch: str, format: str, head_dims: tuple[int, ...], call: str
 ) -> None:
@@ -239,7 +239,7 @@ def decode_loop(
     return jax.lax.while_loop(lambda s: s[0] < steps, step, (jnp.int32(0), q, store, kv_lens))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("num_layers", "num_q_heads", "num_kv_heads", "head_dim"),
     [pytest.param(36, 32, 8, 128, id="qwen3_8b"), pytest.param(24, 14, 2, 64, id="qwen2.5_0.5b")],
