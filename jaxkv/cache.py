@@ -20,10 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import block_pool
+from jaxkv import reuse as prefix_reuse
+from jaxkv.access_log import tick
 from jaxkv.block_pool import BlockPool, init_pool
 from jaxkv.block_table import BlockTables, blocks_held, fold_entries, init_tables
 from jaxkv.config import CacheConfig
 from jaxkv.kv_store import init_store
+from jaxkv.reuse import PrefixReuse
 from jaxkv.status import CapacityError, Status, StatusBit, TransitionError, flag, ok_status
 from pallas_kernels.block_copy import copy_blocks
 from pallas_kernels.layout import BatchView, KVStore
@@ -33,17 +36,18 @@ Array = jax.Array
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "tables", "store", "status"],
+    data_fields=["pool", "tables", "store", "status", "reuse"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedKVCache:
-    """All state of the cache, a pytree."""
+    """All state of the cache, a pytree.  `reuse` is None unless prefixes are reused (see `admit`)."""
 
     pool: BlockPool
     tables: BlockTables
     store: KVStore
     status: Status
+    reuse: PrefixReuse | None = None
 
     @property
     def nbytes(self) -> int:
@@ -88,27 +92,36 @@ def reserve(
     References:
       seeds/000 sections 2.1, 2.2 and 3.2; Kwon et al. 2023 section 4.4 (copy-on-write).
     """
-    seq_ids, q_lens = _check_rows(("seq_ids", seq_ids), ("q_lens", q_lens))
+    seq_ids, q_lens = check_rows(("seq_ids", seq_ids), ("q_lens", q_lens))
     if query_len < 1:
         raise ValueError(f"query_len: expected at least 1, got {query_len}")
-    real, slot = _slots(config, seq_ids)
+    real, slot = slots(config, seq_ids)
     old_lens = jnp.where(real, cache.tables.kv_lens[slot], 0)
     asked = jnp.where(real, q_lens, 0)
     held = blocks_held(config, old_lens)
     num_new = blocks_held(config, old_lens + asked) - held
     tail, copies = _shared_tails(config, cache, slot, old_lens, asked)
     need = jnp.sum(num_new) + jnp.sum(copies)
+    reuse, shares = cache.reuse, None
+    if reuse is not None:
+        shares = prefix_reuse.shares_of(config, reuse, slot, jnp.where(real, num_new + copies, 0))
+    room = cache.pool.num_free + prefix_reuse.num_evictable(reuse, shares)
 
     bits = (
-        _slot_bits(config, seq_ids)
+        slot_bits(config, seq_ids)
         | flag(StatusBit.INVALID_Q_LEN, jnp.any((asked < 0) | (asked > query_len)))
         | flag(StatusBit.SEQ_TOO_LONG, jnp.any(old_lens > config.max_seq_len - asked))
-        | flag(StatusBit.OUT_OF_BLOCKS, need > cache.pool.num_free)
+        | flag(StatusBit.OUT_OF_BLOCKS, need > room)
     )
     asked, num_new, copies = (jnp.where(bits == 0, x, 0) for x in (asked, num_new, copies))
 
     width = -(-query_len // config.block_size) + 1  # a copy of the open block, then new blocks
-    pool, ids = block_pool.take(cache.pool, copies + num_new, width)
+    shortage = jnp.where(bits == 0, need - cache.pool.num_free, 0)
+    pool, reuse = prefix_reuse.make_room(config, cache.pool, reuse, shares, shortage)
+    pool, ids = block_pool.take(pool, copies + num_new, width)
+    reuse = prefix_reuse.begin(config, reuse, slot, ids)
+    in_place = jnp.where(copies > 0, config.no_block, tail)
+    reuse = prefix_reuse.forget(config, reuse, jnp.where(bits == 0, in_place, config.no_block))
     copy_to = jnp.where(copies > 0, ids[:, 0], config.no_block)
     pool = block_pool.drop(pool, jnp.where(copies > 0, tail, config.no_block))
     order = jnp.argsort(-copies, stable=True)
@@ -126,7 +139,8 @@ def reserve(
         need_blocks=jnp.where(bits & StatusBit.OUT_OF_BLOCKS, need, cache.status.need_blocks),
     )
     view = _batch_view(config, tables, real, slot, asked, query_len)
-    return PagedKVCache(pool=pool, tables=tables, store=store, status=status), view
+    cache = PagedKVCache(pool=pool, tables=tables, store=store, status=status, reuse=reuse)
+    return cache, view
 
 
 def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> PagedKVCache:
@@ -149,13 +163,13 @@ def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> Pa
     References:
       seeds/000 section 3.2.
     """
-    src, dst = _check_rows(("src", src), ("dst", dst))
-    real, target = _slots(config, dst)
+    src, dst = check_rows(("src", src), ("dst", dst))
+    real, target = slots(config, dst)
     source = jnp.clip(src, 0, config.max_seqs - 1)
     old = cache.tables
     source_lens = old.kv_lens[source]
     bits = (
-        _slot_bits(config, dst)
+        slot_bits(config, dst)
         | flag(StatusBit.INVALID_SEQ, jnp.any(real & (src != source)))
         | flag(StatusBit.EMPTY_SLOT, jnp.any(real & (src == source) & (source_lens == 0)))
     )
@@ -167,13 +181,18 @@ def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> Pa
     first = jnp.zeros_like(target)
     shared = jnp.where(real, blocks_held(config, source_lens), 0)
     pool = fold_entries(config, old.blocks[source], first, shared, share_chunk, cache.pool)
-    pool, blocks = _give_back(config, pool, old, target, first, real)
+    pool, reuse, blocks = _give_back(config, (pool, cache.reuse), old, target, first, real)
     written = jnp.where(real, target, config.no_seq)
     tables = BlockTables(
         blocks=blocks.at[written].set(old.blocks[source], mode="drop"),
         kv_lens=old.kv_lens.at[written].set(source_lens, mode="drop"),
     )
-    return dataclasses.replace(cache, pool=pool, tables=tables, status=_add_bits(cache, bits))
+    if cache.reuse is not None:
+        namespaces = cache.reuse.namespaces[source]
+        reuse = prefix_reuse.set_namespaces(reuse, written, namespaces)
+    return dataclasses.replace(
+        cache, pool=pool, tables=tables, status=_add_bits(cache, bits), reuse=reuse
+    )
 
 
 def truncate(
@@ -196,17 +215,22 @@ def truncate(
     Status:
       INVALID_KV_LEN, INVALID_SEQ, DUPLICATE_SEQ.
     """
-    seq_ids, kv_lens = _check_rows(("seq_ids", seq_ids), ("kv_lens", kv_lens))
-    real, slot = _slots(config, seq_ids)
+    seq_ids, kv_lens = check_rows(("seq_ids", seq_ids), ("kv_lens", kv_lens))
+    real, slot = slots(config, seq_ids)
     old = cache.tables
-    bits = _slot_bits(config, seq_ids) | flag(
+    bits = slot_bits(config, seq_ids) | flag(
         StatusBit.INVALID_KV_LEN, jnp.any(real & ((kv_lens < 0) | (kv_lens > old.kv_lens[slot])))
     )
     real &= bits == 0
-    pool, blocks = _give_back(config, cache.pool, old, slot, blocks_held(config, kv_lens), real)
+    owned = (cache.pool, cache.reuse)
+    pool, reuse, blocks = _give_back(config, owned, old, slot, blocks_held(config, kv_lens), real)
     written = jnp.where(real, slot, config.no_seq)
     tables = BlockTables(blocks=blocks, kv_lens=old.kv_lens.at[written].set(kv_lens, mode="drop"))
-    return dataclasses.replace(cache, pool=pool, tables=tables, status=_add_bits(cache, bits))
+    emptied = jnp.where(kv_lens == 0, written, config.no_seq)
+    reuse = prefix_reuse.set_namespaces(reuse, emptied, None)
+    return dataclasses.replace(
+        cache, pool=pool, tables=tables, status=_add_bits(cache, bits), reuse=reuse
+    )
 
 
 def release(config: CacheConfig, cache: PagedKVCache, seq_mask: Array) -> PagedKVCache:
@@ -234,9 +258,13 @@ def release(config: CacheConfig, cache: PagedKVCache, seq_mask: Array) -> PagedK
     bits = flag(StatusBit.DOUBLE_RELEASE, jnp.any(seq_mask & (old.kv_lens == 0)))
     real = seq_mask & (bits == 0)
     slot = jnp.arange(config.max_seqs, dtype=jnp.int32)
-    pool, blocks = _give_back(config, cache.pool, old, slot, jnp.zeros_like(slot), real)
+    owned = (cache.pool, cache.reuse)
+    pool, reuse, blocks = _give_back(config, owned, old, slot, jnp.zeros_like(slot), real)
     tables = BlockTables(blocks=blocks, kv_lens=jnp.where(real, 0, old.kv_lens))
-    return dataclasses.replace(cache, pool=pool, tables=tables, status=_add_bits(cache, bits))
+    reuse = prefix_reuse.set_namespaces(reuse, jnp.where(real, slot, config.no_seq), None)
+    return dataclasses.replace(
+        cache, pool=pool, tables=tables, status=_add_bits(cache, bits), reuse=reuse
+    )
 
 
 def clear_status(cache: PagedKVCache) -> PagedKVCache:
@@ -264,7 +292,7 @@ def raise_for_status(cache: PagedKVCache) -> None:
         raise TransitionError(bits)
 
 
-def _check_rows(*named: tuple[str, Array]) -> list[Array]:
+def check_rows(*named: tuple[str, Array]) -> list[Array]:
     """Returns the row vectors as int32 after checking that they are integers of one length."""
     arrays = [(name, jnp.asarray(x)) for name, x in named]
     first_name, first = arrays[0]
@@ -278,15 +306,15 @@ def _check_rows(*named: tuple[str, Array]) -> list[Array]:
     return [x.astype(jnp.int32) for _, x in arrays]
 
 
-def _slots(config: CacheConfig, seq_ids: Array) -> tuple[Array, Array]:
+def slots(config: CacheConfig, seq_ids: Array) -> tuple[Array, Array]:
     """Returns (real bool[row], slot i32[row]): whether a row names a slot, and a safe index for it."""
     real = (seq_ids >= 0) & (seq_ids < config.max_seqs)
     return real, jnp.clip(seq_ids, 0, config.max_seqs - 1)
 
 
-def _slot_bits(config: CacheConfig, seq_ids: Array) -> Array:
+def slot_bits(config: CacheConfig, seq_ids: Array) -> Array:
     """Returns the status bits for ids out of range and for slots named twice."""
-    real, _ = _slots(config, seq_ids)
+    real, _ = slots(config, seq_ids)
     same = (seq_ids[:, None] == seq_ids[None, :]) & real[:, None]
     twice = jnp.any(jnp.sum(same, axis=1) > 1)
     return flag(StatusBit.INVALID_SEQ, jnp.any(~real & (seq_ids != config.no_seq))) | flag(
@@ -320,29 +348,38 @@ def _shared_tails(
 
 def _give_back(
     config: CacheConfig,
-    pool: BlockPool,
+    owned: _Owned,
     tables: BlockTables,
     slot: Array,
     first: Array,
     real: Array,
-) -> tuple[BlockPool, Array]:
+) -> tuple[BlockPool, PrefixReuse | None, Array]:
     """Drops the blocks of each real row from column `first` on.
 
     Returns:
-      The pool, and the tables' blocks with the dropped entries set to NO_BLOCK.
+      The pool, the prefix state, and the tables' blocks with the dropped entries set to NO_BLOCK.
     """
     last = jnp.where(real, blocks_held(config, tables.kv_lens[slot]), 0)
+    pool, reuse = owned
+    if reuse is not None:
+        span = jnp.max(jnp.where(last > first, last, 0), initial=0)
+        reuse = dataclasses.replace(reuse, log=tick(reuse.log, span))
 
     def step(
-        state: tuple[BlockPool, Array], row: Array, column: Array, ids: Array
-    ) -> tuple[BlockPool, Array]:
-        pool, blocks = state
+        state: tuple[_Owned, Array], row: Array, column: Array, ids: Array
+    ) -> tuple[_Owned, Array]:
+        (pool, reuse), blocks = state
         where = jnp.append(slot, config.no_seq)[row]
-        return block_pool.drop(pool, ids), blocks.at[where, column].set(
+        return prefix_reuse.drop(config, pool, reuse, ids, column), blocks.at[where, column].set(
             config.no_block, mode="drop"
         )
 
-    return fold_entries(config, tables.blocks[slot], first, last, step, (pool, tables.blocks))
+    carry = ((pool, reuse), tables.blocks)
+    (pool, reuse), blocks = fold_entries(config, tables.blocks[slot], first, last, step, carry)
+    return pool, reuse, blocks
+
+
+_Owned = tuple[BlockPool, PrefixReuse | None]
 
 
 def _batch_view(

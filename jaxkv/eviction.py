@@ -221,10 +221,19 @@ class Entries(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What `Fair` weighs: i32[tenant] each, and the budget (static)."""
+    """What `Fair` weighs, i32[tenant] each but for the budget.
+
+    Attributes:
+      usage: blocks charged to each tenant.
+      demand: blocks that the call takes for each tenant.
+      allowance: blocks that each tenant may still lose to its own demand.
+      evictable: blocks that each could give.
+      num_blocks: the budget, static.
+    """
 
     usage: Array
     demand: Array
+    allowance: Array
     evictable: Array
     num_blocks: int
 
@@ -263,9 +272,8 @@ def eviction_order(
         held = none.at[log.tenant].add(
             jnp.where(candidates, 1 if charges is None else charges, 0), mode="drop"
         )
-        shares = Shares(
-            held if usage is None else usage, none if demand is None else demand, held, num_blocks
-        )
+        demand = none if demand is None else demand
+        shares = Shares(held if usage is None else usage, demand, demand, held, num_blocks)
     chosen = choose(policy, entries, num_entries, shares)[:count]
     return jnp.pad(chosen, (0, count - chosen.shape[0]), constant_values=num_entries)
 
@@ -278,6 +286,16 @@ def choose(policy: Policy, entries: Entries, no_id: int, shares: Shares | None) 
         return _choose_fair(policy, entries, no_id, shares)
     keys = (entries.ids >= no_id, entries.first, entries.second, -entries.depths, entries.ids)
     return jax.lax.sort(keys, num_keys=5)[-1]
+
+
+def num_allowed(policy: Policy, shares: Shares) -> Array:
+    """Returns i32[], how many entries of one block each `choose` would let go."""
+    if not isinstance(policy, Fair):
+        return jnp.sum(shares.evictable)
+    whole, _ = policy.quotas(shares.num_blocks)
+    excess = shares.usage + shares.demand - whole
+    some = jnp.clip(jnp.maximum(excess, shares.allowance), 0, shares.evictable)
+    return jnp.where(jnp.all(excess <= shares.evictable), jnp.sum(shares.evictable), jnp.sum(some))
 
 
 def _choose_fair(policy: Fair, entries: Entries, no_id: int, shares: Shares) -> Array:
@@ -299,7 +317,7 @@ def _choose_fair(policy: Fair, entries: Entries, no_id: int, shares: Shares) -> 
     level = excess[lane] - gone
     over = level > 0
     calm = jnp.all(excess <= shares.evictable)  # once the first phase is through, nobody is over
-    allowed = over | calm | (gone < shares.demand[lane])
+    allowed = over | calm | (gone < shares.allowance[lane])
     allowed &= (ids < no_id) & (lanes == lane)
     merged = (
         ~allowed,

@@ -28,6 +28,9 @@ class StatusBit(enum.IntFlag):
     EMPTY_SLOT = 32
     DOUBLE_RELEASE = 64
     INVALID_KV_LEN = 128
+    SLOT_IN_USE = 512
+    NOT_ADMITTED = 1024
+    INVALID_TENANT = 2048
 
 
 _EXPLANATIONS = {
@@ -39,6 +42,9 @@ _EXPLANATIONS = {
     StatusBit.EMPTY_SLOT: "a fork names a source slot that holds no sequence",
     StatusBit.DOUBLE_RELEASE: "a release names a slot that holds no sequence",
     StatusBit.INVALID_KV_LEN: "a truncate asks for more tokens than the sequence holds, or for fewer than none",
+    StatusBit.SLOT_IN_USE: "an admit names a slot that holds a sequence",
+    StatusBit.NOT_ADMITTED: "a register names a slot that was not started by admit, or that is empty",
+    StatusBit.INVALID_TENANT: "a tenant is negative or has no weight in the fair policy",
 }
 
 

@@ -7,6 +7,7 @@ missed copy, swapped K and V or a swapped layer all read back as something else.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -71,7 +72,7 @@ class Programs:
             store = cache.store
             for layer in range(config.num_layers):
                 store = write_kv(store, layer, k[layer], v[layer], view)
-            return PagedKVCache(cache.pool, cache.tables, store, cache.status), view
+            return dataclasses.replace(cache, store=store), view
 
         def read_all(cache: PagedKVCache) -> tuple[Array, Array]:
             read = functools.partial(gather_dense, cache.store, kv_len=config.max_seq_len)
@@ -86,6 +87,7 @@ class Programs:
 
             return jax.jit(traced, compiler_options=FAST_COMPILE)
 
+        self.once = once
         self.append = once(append)
         self.read_all = once(read_all)
         self.fork = once(lambda *args: transitions.fork(config, *args))
@@ -107,15 +109,18 @@ class Driver:
       config: of the cache.
       query_len: static width of every append.
       rows: static number of rows of every call; shorter calls are padded.
+      run: the compiled transitions; None: those without prefix reuse.
     """
 
-    def __init__(self, config: CacheConfig, query_len: int = 6, rows: int = 4) -> None:
+    def __init__(
+        self, config: CacheConfig, query_len: int = 6, rows: int = 4, run: Programs | None = None
+    ) -> None:
         self.config = config
         self.query_len = query_len
         self.rows = rows
         self.cache = poisoned(transitions.init_cache(config))
         self.plain = PlainCache(config)
-        self._run = programs(config, query_len, rows)
+        self._run = run or programs(config, query_len, rows)
         self._written = 0
 
     def append(self, *pieces: tuple[int, int]) -> StatusBit:
@@ -258,7 +263,7 @@ def poisoned(cache: PagedKVCache) -> PagedKVCache:
     nan = np.full((), np.nan, layout.format.dtype).view(layout.dtype)
     kv = jnp.full(layout.shape, nan)
     store = type(cache.store)(kv=kv, layout=layout)
-    return PagedKVCache(cache.pool, cache.tables, store, cache.status)
+    return dataclasses.replace(cache, store=store)
 
 
 def assert_only_status_differs(old: PagedKVCache, new: PagedKVCache) -> None:

@@ -62,3 +62,27 @@ def fair(
         return None
     tenant = max(over, key=lambda t: (over[t], t))
     return lru({i: entry for i, entry in entries.items() if entry.tenant == tenant})
+
+
+def fair_with_demand(
+    cached: dict[int, Entry],
+    weights: tuple[int, ...],
+    num_blocks: int,
+    usage: list[int],
+    demand: list[int],
+) -> list[int]:
+    """All victims of a call that takes `demand`: by the formula, then each tenant's own for its own demand."""
+    left, order = dict(cached), []
+    held = {t: used + wanted for t, (used, wanted) in enumerate(zip(usage, demand, strict=True))}
+    while left:
+        victim = fair(left, weights, num_blocks, held)
+        if victim is None:
+            gone = [sum(cached[v].tenant == t for v in order) for t in range(len(weights))]
+            own = {i: e for i, e in left.items() if gone[e.tenant] < demand[e.tenant]}
+            if not own:
+                break
+            victim = lru(own)
+        held[left[victim].tenant] -= 1
+        del left[victim]
+        order.append(victim)
+    return order

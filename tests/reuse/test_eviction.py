@@ -116,26 +116,6 @@ def test_lfu_old_favourites_stay_and_newcomers_replace_each_other() -> None:
     assert sorted(entries) == [1, 2, 4, 6]
 
 
-def plain_fair(
-    cached: dict[int, oracle.Entry], usage: list[int], demand: list[int], need: int
-) -> list[int]:
-    """Victims for a call that takes `demand`: by the formula, then each tenant's own for its own demand."""
-    left, order = dict(cached), []
-    held = {t: used + wanted for t, (used, wanted) in enumerate(zip(usage, demand, strict=True))}
-    while len(order) < need:
-        victim = oracle.fair(left, WEIGHTS, BUDGET, held)
-        if victim is None:
-            gone = [sum(cached[v].tenant == t for v in order) for t in range(3)]
-            own = {i: e for i, e in left.items() if gone[e.tenant] < demand[e.tenant]}
-            if not own:
-                break
-            victim = oracle.lru(own)
-        held[left[victim].tenant] -= 1
-        del left[victim]
-        order.append(victim)
-    return order
-
-
 def test_fair_tenant_within_its_quota_loses_nothing_to_another() -> None:
     """Weights 1:2:5; usage and demand of any size.  What a tenant within its quota loses, it asked for itself."""
     policy = fair(WEIGHTS)
@@ -164,7 +144,7 @@ def test_fair_tenant_within_its_quota_loses_nothing_to_another() -> None:
             jnp.array(demand, jnp.int32),
         ).tolist()
         got = got[: got.index(SEQS)] if SEQS in got else got
-        assert got == plain_fair(entries, usage, demand, SEQS)
+        assert got == oracle.fair_with_demand(entries, WEIGHTS, BUDGET, usage, demand)
         shortage = sum(usage) + sum(demand) - BUDGET
         for t, weight in enumerate(WEIGHTS):
             lost = sum(entries[v].tenant == t for v in got[: max(0, shortage)])
@@ -195,7 +175,7 @@ def test_victim_tree_any_history_gives_the_order_of_the_policy(
         shares = None
         if isinstance(policy, Fair):
             demand = jnp.array([7, 0, 0], jnp.int32)
-            shares = Shares(tree.sizes, demand, tree.sizes, num_blocks // 4)
+            shares = Shares(tree.sizes, demand, demand, tree.sizes, num_blocks // 4)
             shares_kw = {"usage": tree.sizes, "demand": demand, "num_blocks": num_blocks // 4}
         else:
             shares_kw = {}
