@@ -26,7 +26,11 @@ ROWS = 16
 BLOCK = 4
 PROMPT_BLOCKS = 8
 SMALL_POOL, LARGE_POOL = 4_096, 1_000_000
-POLICIES: dict[str, Policy] = {"lru": lru, "cost_aware": cost_aware(0.5, BLOCK), "fair": fair((1, 2, 5))}
+POLICIES: dict[str, Policy] = {
+    "lru": lru,
+    "cost_aware": cost_aware(0.5, BLOCK),
+    "fair": fair((1, 2, 5)),
+}
 
 
 def config_of(num_blocks: int) -> CacheConfig:
@@ -72,7 +76,7 @@ def prompts(batch: Any) -> jax.Array:
     """Returns prompts i32[ROWS, tokens] of a batch; every batch has others, all rows share their first half."""
     tokens = jnp.arange(PROMPT_BLOCKS * BLOCK, dtype=jnp.int32)[None, :]
     row = jnp.arange(ROWS, dtype=jnp.int32)[:, None]
-    return tokens * 7 + row * 1000 + batch * 100_003
+    return tokens * 7 + row * 1000 + batch * 1_009
 
 
 class Subject:
@@ -87,9 +91,7 @@ class Subject:
         assert int(self.cache.pool.num_free) < ROWS * PROMPT_BLOCKS
         assert int(self.cache.status.bits) == 0
         step = functools.partial(serve, self.config)
-        self.program = harness.compile_program(
-            step, self.cache, prompts(0), self.words, donate=[0]
-        )
+        self.program = harness.compile_program(step, self.cache, prompts(0), self.words, donate=[0])
         self.find = jax.jit(functools.partial(match, self.config))
         self.batch = 1_000_000
         if num_blocks == SMALL_POOL:

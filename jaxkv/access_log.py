@@ -62,11 +62,11 @@ class AccessLog:
 
 def init_log(num_entries: int) -> AccessLog:
     """Returns a log in which nothing was ever used."""
-    zeros = jnp.zeros(num_entries, jnp.int32)
+    # Arrays of their own: one array in two leaves could not be donated.
     return AccessLog(
-        last_access=zeros,
-        use_count=zeros,
-        tenant=zeros,
+        last_access=jnp.zeros(num_entries, jnp.int32),
+        use_count=jnp.zeros(num_entries, jnp.int32),
+        tenant=jnp.zeros(num_entries, jnp.int32),
         score=jnp.full(num_entries, _LOWEST, jnp.int32),
         clock=jnp.int32(0),
         turnover=jnp.int32(0),

@@ -81,14 +81,14 @@ def init_index(config: CacheConfig) -> PrefixIndex:
     refused.
     """
     num_sets = 1 << max(0, (config.num_blocks - 1) // 2).bit_length()
-    zeros = jnp.zeros(config.num_blocks, jnp.int32)
+    # Arrays of their own: one array in two leaves could not be donated.
     return PrefixIndex(
         tokens=jnp.zeros((config.num_blocks, config.block_size), jnp.int32),
-        parent=zeros,
-        parent_generation=zeros,
+        parent=jnp.zeros(config.num_blocks, jnp.int32),
+        parent_generation=jnp.zeros(config.num_blocks, jnp.int32),
         namespace=jnp.zeros((config.num_blocks, NUM_WORDS), jnp.int32),
-        depth=zeros,
-        generation=zeros,
+        depth=jnp.zeros(config.num_blocks, jnp.int32),
+        generation=jnp.zeros(config.num_blocks, jnp.int32),
         place=jnp.full(config.num_blocks, num_sets * WAYS, jnp.int32),
         table=jnp.full((num_sets, WAYS), config.no_block, jnp.int32),
         tags=jnp.zeros((num_sets, WAYS), jnp.uint32),
