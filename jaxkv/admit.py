@@ -31,6 +31,7 @@ from jaxkv.reuse import (
     set_namespaces,
 )
 from jaxkv.status import Status, StatusBit, flag, ok_status
+from jaxkv.victim_tree import after_reads
 from pallas_kernels.layout import BatchView
 
 Array = jax.Array
@@ -115,7 +116,8 @@ def admit(
     reuse = _reuse(after)
     log = tick(reuse.log, jnp.max(hit_blocks, initial=0))
     depths = jnp.broadcast_to(column, ids.shape).reshape(-1)
-    log = touch(reuse.policy, log, ids.reshape(-1), depths, 1, config.block_size)
+    used = after_reads(reuse.tree, ids.reshape(-1))
+    log = touch(reuse.policy, log, used, depths, 1, config.block_size)
     after = dataclasses.replace(after, reuse=dataclasses.replace(reuse, log=log), status=status)
     view = dataclasses.replace(
         view,
@@ -158,9 +160,12 @@ def register(
     num_full = jnp.minimum(num_full, width)
     old_ids = cache.tables.blocks[slot, :width]
     index = reuse.index
-    was_findable = index.place[jnp.minimum(old_ids, config.num_blocks - 1)] < index.table.size
+    place = index.place[jnp.minimum(old_ids, config.num_blocks - 1)]
+    was_findable = place < index.table.size
+    # No place is below 0: the ids are what they are, but insert writes places only once these are read.
+    own_ids = jnp.where(jnp.any(place < 0), config.no_block, old_ids)
     index, ids, num_findable = prefix.insert(
-        config, index, tokens[:, : width * config.block_size], num_full, namespaces, old_ids
+        config, index, tokens[:, : width * config.block_size], num_full, namespaces, own_ids
     )
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     moved = (ids != old_ids) & (column < num_findable[:, None])
@@ -171,7 +176,8 @@ def register(
     pool, reuse, _ = own(config, cache.pool, reuse, flat)
     depths = jnp.broadcast_to(column, ids.shape).reshape(-1)
     uses = (~was_findable).astype(jnp.int32).reshape(-1)
-    log = touch(reuse.policy, reuse.log, ids.reshape(-1), depths, uses, config.block_size)
+    used = after_reads(reuse.tree, ids.reshape(-1))
+    log = touch(reuse.policy, reuse.log, used, depths, uses, config.block_size)
     reuse = dataclasses.replace(reuse, log=log)
     given_up = jnp.where(moved, old_ids, config.no_block).reshape(-1)
     pool, after = drop(config, pool, reuse, given_up, depths)

@@ -96,7 +96,9 @@ def _broken_tree(config: CacheConfig, reuse: PrefixReuse) -> list[str]:
     first, second = (
         np.asarray(w) for w in reuse.policy.key(log.last_access, log.use_count, log.score)
     )
-    below = [[[] for _ in range(reuse.policy.num_lanes)] for _ in range(config.num_blocks)]
+    below: list[list[list[tuple[int, int, int]]]] = [
+        [[] for _ in range(reuse.policy.num_lanes)] for _ in range(config.num_blocks)
+    ]
     for block, lane in enumerate(np.asarray(tree.lanes)):
         if lane >= 0:
             below[block][lane].append((first[block], second[block], block))

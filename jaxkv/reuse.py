@@ -27,7 +27,7 @@ from jaxkv.config import CacheConfig
 from jaxkv.eviction import Policy, Shares, num_allowed
 from jaxkv.namespace import NUM_WORDS
 from jaxkv.prefix import PrefixIndex, init_index
-from jaxkv.victim_tree import VictimTree, enter, first_victims, init_tree, leave
+from jaxkv.victim_tree import VictimTree, after_reads, enter, first_victims, init_tree, leave
 
 Array = jax.Array
 
@@ -145,7 +145,7 @@ def begin(
     if reuse is None:
         return None
     tenant = jnp.broadcast_to(reuse.namespaces[slot, 0][:, None], ids.shape).reshape(-1)
-    flat = ids.reshape(-1)
+    flat = after_reads(reuse.tree, ids.reshape(-1))
     reuse = dataclasses.replace(reuse, log=start(reuse.log, flat, tenant))
     return dataclasses.replace(reuse, usage=_charge(config, reuse, flat, 1))
 
@@ -163,6 +163,7 @@ def drop(
     findable = _findable(config, reuse, ids)
     freed = jnp.where(last & ~findable, ids, config.no_block)
     kept = jnp.where(last & findable, ids, config.no_block)
+    kept = after_reads(reuse.tree, kept)
     log = touch(reuse.policy, reuse.log, kept, depths, 0, config.block_size)
     lanes = _lane(reuse, log.tenant[jnp.minimum(kept, config.num_blocks - 1)])
     reuse = dataclasses.replace(

@@ -73,6 +73,7 @@ def enter(policy: Policy, log: AccessLog, tree: VictimTree, ids: Array, lanes: A
       ids: i32[k]; NO_BLOCK is skipped.
       lanes: i32[k].
     """
+    ids = after_reads(tree, ids)
     sizes = tree.sizes.at[jnp.where(ids < tree.lanes.shape[0], lanes, tree.sizes.shape[0])].add(
         1, mode="drop"
     )
@@ -86,6 +87,7 @@ def leave(policy: Policy, log: AccessLog, tree: VictimTree, ids: Array) -> Victi
     """Makes blocks not evictable.  REQUIRES: all of them are, no id twice; NO_BLOCK is skipped."""
     num_blocks = tree.lanes.shape[0]
     lanes = tree.lanes[jnp.minimum(ids, num_blocks - 1)]
+    ids = jnp.where(jnp.any(lanes < NO_LANE), num_blocks, after_reads(tree, ids))
     counted = jnp.where(ids < num_blocks, lanes, tree.sizes.shape[0])
     taken = dataclasses.replace(
         tree,
@@ -93,6 +95,15 @@ def leave(policy: Policy, log: AccessLog, tree: VictimTree, ids: Array) -> Victi
         sizes=tree.sizes.at[counted].add(-1, mode="drop"),
     )
     return _mend(policy, log, taken, ids, lanes)
+
+
+def after_reads(tree: VictimTree, ids: Array) -> Array:
+    """Returns ids as they are, but only once every earlier step on the tree has read what it reads.
+
+    What is written at these ids, lanes or keys in the log, is then known to come after those reads.  Without that
+    order XLA would copy the whole array to keep what they need.
+    """
+    return jnp.where(jnp.any(tree.levels[-1] < 0), tree.lanes.shape[0], ids)  # no node is below 0
 
 
 def first_victims(
