@@ -56,24 +56,8 @@ def serve(config: CacheConfig, cache: PagedKVCache, tokens: Any, words: Any) -> 
     return release(config, cache, jnp.ones(ROWS, jnp.bool_))
 
 
-def fill(config: CacheConfig, cache: PagedKVCache, words: Any) -> PagedKVCache:
-    """Fills the whole pool with cached blocks, so that every admit must evict."""
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def many(cache: PagedKVCache, begin: Any) -> PagedKVCache:
-        def body(i: Any, cache: PagedKVCache) -> PagedKVCache:
-            return serve(config, cache, prompts(begin + i), words)
-
-        return jax.lax.fori_loop(0, 64, body, cache)
-
-    batches = -(-config.num_blocks // (ROWS * PROMPT_BLOCKS)) + 1
-    for begin in range(0, batches, 64):
-        cache = many(cache, np.int32(begin))
-    return jax.block_until_ready(cache)
-
-
 def prompts(batch: Any) -> jax.Array:
-    """Returns prompts i32[ROWS, tokens] of a batch; every batch has others, all rows share their first half."""
+    """Returns prompts i32[ROWS, tokens] of a batch; all rows of all batches differ."""
     tokens = jnp.arange(PROMPT_BLOCKS * BLOCK, dtype=jnp.int32)[None, :]
     row = jnp.arange(ROWS, dtype=jnp.int32)[:, None]
     return tokens * 7 + row * 1000 + batch * 1_009
@@ -87,13 +71,13 @@ class Subject:
         spaces = [Namespace(tenant=row % policy.num_lanes).words() for row in range(ROWS)]
         self.words = jnp.asarray(np.stack(spaces))
         cache = with_prefix_reuse(self.config, init_cache(self.config), policy)
-        self.cache = fill(self.config, cache, self.words)
-        assert int(self.cache.pool.num_free) < ROWS * PROMPT_BLOCKS
-        assert int(self.cache.status.bits) == 0
         step = functools.partial(serve, self.config)
-        self.program = harness.compile_program(step, self.cache, prompts(0), self.words, donate=[0])
+        self.program = harness.compile_program(step, cache, prompts(0), self.words, donate=[0])
+        self.cache, self.batch = cache, 0
+        while int(self.cache.pool.num_free) >= ROWS * PROMPT_BLOCKS:
+            self.step(fresh=True)  # until the pool is full of cached blocks, and every batch evicts
+        assert int(self.cache.status.bits) == 0
         self.find = jax.jit(functools.partial(match, self.config))
-        self.batch = 1_000_000
         if num_blocks == SMALL_POOL:
             check_invariants(self.config, self.cache)
 
