@@ -145,11 +145,20 @@ def main(description: str, run: Callable[[bool], list[Result]]) -> None:
       run: called with whether to be quick.
     """
     parser = argparse.ArgumentParser(description=description)
+    add_options(parser)
+    options = parser.parse_args()
+    report(description, run(options.quick), options.json)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options every benchmark has."""
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, smaller sizes")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, no table")
-    options = parser.parse_args()
-    results = run(options.quick)
-    if options.json:
+
+
+def report(description: str, results: list[Result], as_json: bool) -> None:
+    """Prints results; exit status 1 past a limit."""
+    if as_json:
         for result in results:
             print(result.line())
     else:

@@ -89,10 +89,20 @@ def drop(pool: BlockPool, ids: Array) -> BlockPool:
 
     REQUIRES: every named block has at least as many owners as the call takes.
     """
+    pool, last = disown(pool, ids)
+    return push(pool, jnp.where(last, ids, pool.num_blocks))
+
+
+def disown(pool: BlockPool, ids: Array) -> tuple[BlockPool, Array]:
+    """Takes one owner from each id as `drop` does, but frees nothing.
+
+    Returns:
+      The pool, and bool[n]: the places whose block has no owner left; one place for each such block.
+    """
     counts = pool.ref_counts.at[ids].add(-1, mode="drop")
     orphan = (ids < pool.num_blocks) & (counts[jnp.minimum(ids, pool.num_blocks - 1)] == 0)
     # A block may be named twice in `ids`.  Its count is 0 now, so the count itself can elect one place:
-    # the smallest -(place + 1) wins, and the winner's place pushes the id.
+    # the smallest -(place + 1) wins.
     ticket = -(jnp.arange(ids.shape[0], dtype=jnp.int32) + 1)
     orphan_ids = jnp.where(orphan, ids, pool.num_blocks)
     counts = counts.at[orphan_ids].min(ticket, mode="drop")
@@ -100,11 +110,16 @@ def drop(pool: BlockPool, ids: Array) -> BlockPool:
     # Zeroing through the winners makes this write wait for the read above.  Without that order XLA would
     # copy the whole array to keep what the read needs.
     counts = counts.at[jnp.where(winner, ids, pool.num_blocks)].set(0, mode="drop")
+    return dataclasses.replace(pool, ref_counts=counts), winner
 
-    place = pool.num_free + jnp.cumsum(winner) - 1
-    place = jnp.where(winner, place, pool.num_blocks)
-    return BlockPool(
-        ref_counts=counts,
+
+def push(pool: BlockPool, ids: Array) -> BlockPool:
+    """Puts blocks without owners on the free stack; i32[n], NO_BLOCK is skipped, none twice."""
+    freed = ids < pool.num_blocks
+    place = pool.num_free + jnp.cumsum(freed) - 1
+    place = jnp.where(freed, place, pool.num_blocks)
+    return dataclasses.replace(
+        pool,
         free_stack=pool.free_stack.at[place].set(ids, mode="drop"),
-        num_free=pool.num_free + jnp.sum(winner, dtype=jnp.int32),
+        num_free=pool.num_free + jnp.sum(freed, dtype=jnp.int32),
     )

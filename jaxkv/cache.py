@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import block_pool
+from jaxkv import reuse as prefix_reuse
+from jaxkv.access_log import tick
 from jaxkv.block_pool import BlockPool, init_pool
 from jaxkv.block_table import BlockTables, blocks_held, fold_entries, init_tables
 from jaxkv.config import CacheConfig
@@ -36,6 +38,7 @@ from jaxkv.open_block import (
     write_open_blocks,
     writers_that_copy,
 )
+from jaxkv.reuse import PrefixReuse
 from jaxkv.status import CapacityError, Status, StatusBit, TransitionError, flag, ok_status
 from pallas_kernels.layout import BatchView, KVStore
 
@@ -44,18 +47,22 @@ Array = jax.Array
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "tables", "store", "status", "open_blocks"],
+    data_fields=["pool", "tables", "store", "status", "open_blocks", "reuse"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedKVCache:
-    """All state of the cache, a pytree.  `open_blocks` is None where the format has none."""
+    """All state of the cache, a pytree.
+
+    `open_blocks` is None where the format has none, `reuse` unless prefixes are reused (see `admit`).
+    """
 
     pool: BlockPool
     tables: BlockTables
     store: Store
     status: Status
     open_blocks: OpenBlocks | None = None
+    reuse: PrefixReuse | None = None
 
     @property
     def nbytes(self) -> int:
@@ -101,27 +108,36 @@ def reserve(
     References:
       seeds/000 sections 2.1, 2.2 and 3.2; Kwon et al. 2023 section 4.4 (copy-on-write).
     """
-    seq_ids, q_lens = _check_rows(("seq_ids", seq_ids), ("q_lens", q_lens))
+    seq_ids, q_lens = check_rows(("seq_ids", seq_ids), ("q_lens", q_lens))
     if query_len < 1:
         raise ValueError(f"query_len: expected at least 1, got {query_len}")
-    real, slot = _slots(config, seq_ids)
+    real, slot = slots(config, seq_ids)
     old_lens = jnp.where(real, cache.tables.kv_lens[slot], 0)
     asked = jnp.where(real, q_lens, 0)
     held = blocks_held(config, old_lens)
     num_new = blocks_held(config, old_lens + asked) - held
     tail, copies = _shared_tails(config, cache, slot, old_lens, asked)
     need = jnp.sum(num_new) + jnp.sum(copies)
+    reuse, shares = cache.reuse, None
+    if reuse is not None:
+        shares = prefix_reuse.shares_of(config, reuse, slot, jnp.where(real, num_new + copies, 0))
+    room = cache.pool.num_free + prefix_reuse.num_evictable(reuse, shares)
 
     bits = (
-        _slot_bits(config, seq_ids)
+        slot_bits(config, seq_ids)
         | flag(StatusBit.INVALID_Q_LEN, jnp.any((asked < 0) | (asked > query_len)))
         | flag(StatusBit.SEQ_TOO_LONG, jnp.any(old_lens > config.max_seq_len - asked))
-        | flag(StatusBit.OUT_OF_BLOCKS, need > cache.pool.num_free)
+        | flag(StatusBit.OUT_OF_BLOCKS, need > room)
     )
     asked, num_new, copies = (jnp.where(bits == 0, x, 0) for x in (asked, num_new, copies))
 
     width = -(-query_len // config.block_size) + 1  # a copy of the open block, then new blocks
-    pool, ids = block_pool.take(cache.pool, copies + num_new, width)
+    shortage = jnp.where(bits == 0, need - cache.pool.num_free, 0)
+    pool, reuse = prefix_reuse.make_room(config, cache.pool, reuse, shares, shortage)
+    pool, ids = block_pool.take(pool, copies + num_new, width)
+    reuse = prefix_reuse.begin(config, reuse, slot, ids)
+    in_place = jnp.where(copies > 0, config.no_block, tail)
+    reuse = prefix_reuse.forget(config, reuse, jnp.where(bits == 0, in_place, config.no_block))
     copy_to = jnp.where(copies > 0, ids[:, 0], config.no_block)
     pool = block_pool.drop(pool, jnp.where(copies > 0, tail, config.no_block))
     store, open_blocks = _copy_on_write(config, cache, (slot, old_lens, asked), tail, copy_to)
@@ -142,7 +158,12 @@ def reserve(
         open_ids = jnp.where(asked > 0, open_blocks.ids[slot], config.max_seqs)
     view = _batch_view(config, tables, real, slot, asked, query_len, open_ids)
     cache = PagedKVCache(
-        pool=pool, tables=tables, store=store, status=status, open_blocks=open_blocks
+        pool=pool,
+        tables=tables,
+        store=store,
+        status=status,
+        open_blocks=open_blocks,
+        reuse=reuse,
     )
     return cache, view
 
@@ -167,13 +188,13 @@ def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> Pa
     References:
       seeds/000 section 3.2.
     """
-    src, dst = _check_rows(("src", src), ("dst", dst))
-    real, target = _slots(config, dst)
+    src, dst = check_rows(("src", src), ("dst", dst))
+    real, target = slots(config, dst)
     source = jnp.clip(src, 0, config.max_seqs - 1)
     old = cache.tables
     source_lens = old.kv_lens[source]
     bits = (
-        _slot_bits(config, dst)
+        slot_bits(config, dst)
         | flag(StatusBit.INVALID_SEQ, jnp.any(real & (src != source)))
         | flag(StatusBit.EMPTY_SLOT, jnp.any(real & (src == source) & (source_lens == 0)))
     )
@@ -185,7 +206,7 @@ def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> Pa
     first = jnp.zeros_like(target)
     shared = jnp.where(real, blocks_held(config, source_lens), 0)
     pool = fold_entries(config, old.blocks[source], first, shared, share_chunk, cache.pool)
-    pool, blocks = _give_back(config, pool, old, target, first, real)
+    pool, reuse, blocks = _give_back(config, (pool, cache.reuse), old, target, first, real)
     written = jnp.where(real, target, config.no_seq)
     tables = BlockTables(
         blocks=blocks.at[written].set(old.blocks[source], mode="drop"),
@@ -194,8 +215,16 @@ def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> Pa
     open_blocks = cache.open_blocks
     if open_blocks is not None:
         open_blocks = fork_open_blocks(config, open_blocks, source, target, real)
+    if cache.reuse is not None:
+        namespaces = cache.reuse.namespaces[source]
+        reuse = prefix_reuse.set_namespaces(reuse, written, namespaces)
     return dataclasses.replace(
-        cache, pool=pool, tables=tables, status=_add_bits(cache, bits), open_blocks=open_blocks
+        cache,
+        pool=pool,
+        tables=tables,
+        status=_add_bits(cache, bits),
+        open_blocks=open_blocks,
+        reuse=reuse,
     )
 
 
@@ -223,23 +252,31 @@ def truncate(
     Status:
       INVALID_KV_LEN, INVALID_SEQ, DUPLICATE_SEQ; SEALED_BLOCK (a quantised block would be cut in two).
     """
-    seq_ids, kv_lens = _check_rows(("seq_ids", seq_ids), ("kv_lens", kv_lens))
-    real, slot = _slots(config, seq_ids)
+    seq_ids, kv_lens = check_rows(("seq_ids", seq_ids), ("kv_lens", kv_lens))
+    real, slot = slots(config, seq_ids)
     old = cache.tables
     old_lens, open_blocks = old.kv_lens[slot], cache.open_blocks
     possible = (kv_lens >= 0) & (kv_lens <= old_lens)
-    bits = _slot_bits(config, seq_ids) | flag(StatusBit.INVALID_KV_LEN, jnp.any(real & ~possible))
+    bits = slot_bits(config, seq_ids) | flag(StatusBit.INVALID_KV_LEN, jnp.any(real & ~possible))
     if open_blocks is not None:
         cuts = ~can_truncate(config, open_blocks, slot, old_lens, kv_lens)
         bits |= flag(StatusBit.SEALED_BLOCK, jnp.any(real & possible & cuts))
     real &= bits == 0
     if open_blocks is not None:
         open_blocks = truncate_open_blocks(config, open_blocks, slot, old_lens, kv_lens, real)
-    pool, blocks = _give_back(config, cache.pool, old, slot, blocks_held(config, kv_lens), real)
+    owned = (cache.pool, cache.reuse)
+    pool, reuse, blocks = _give_back(config, owned, old, slot, blocks_held(config, kv_lens), real)
     written = jnp.where(real, slot, config.no_seq)
     tables = BlockTables(blocks=blocks, kv_lens=old.kv_lens.at[written].set(kv_lens, mode="drop"))
+    emptied = jnp.where(kv_lens == 0, written, config.no_seq)
+    reuse = prefix_reuse.set_namespaces(reuse, emptied, None)
     return dataclasses.replace(
-        cache, pool=pool, tables=tables, status=_add_bits(cache, bits), open_blocks=open_blocks
+        cache,
+        pool=pool,
+        tables=tables,
+        status=_add_bits(cache, bits),
+        open_blocks=open_blocks,
+        reuse=reuse,
     )
 
 
@@ -268,13 +305,20 @@ def release(config: CacheConfig, cache: PagedKVCache, seq_mask: Array) -> PagedK
     bits = flag(StatusBit.DOUBLE_RELEASE, jnp.any(seq_mask & (old.kv_lens == 0)))
     real = seq_mask & (bits == 0)
     slot = jnp.arange(config.max_seqs, dtype=jnp.int32)
-    pool, blocks = _give_back(config, cache.pool, old, slot, jnp.zeros_like(slot), real)
+    owned = (cache.pool, cache.reuse)
+    pool, reuse, blocks = _give_back(config, owned, old, slot, jnp.zeros_like(slot), real)
     tables = BlockTables(blocks=blocks, kv_lens=jnp.where(real, 0, old.kv_lens))
     open_blocks = cache.open_blocks
     if open_blocks is not None:
         open_blocks = drop_open_blocks(config, open_blocks, slot, real)
+    reuse = prefix_reuse.set_namespaces(reuse, jnp.where(real, slot, config.no_seq), None)
     return dataclasses.replace(
-        cache, pool=pool, tables=tables, status=_add_bits(cache, bits), open_blocks=open_blocks
+        cache,
+        pool=pool,
+        tables=tables,
+        status=_add_bits(cache, bits),
+        open_blocks=open_blocks,
+        reuse=reuse,
     )
 
 
@@ -303,7 +347,7 @@ def raise_for_status(cache: PagedKVCache) -> None:
         raise TransitionError(bits)
 
 
-def _check_rows(*named: tuple[str, Array]) -> list[Array]:
+def check_rows(*named: tuple[str, Array]) -> list[Array]:
     """Returns the row vectors as int32 after checking that they are integers of one length."""
     arrays = [(name, jnp.asarray(x)) for name, x in named]
     first_name, first = arrays[0]
@@ -317,15 +361,15 @@ def _check_rows(*named: tuple[str, Array]) -> list[Array]:
     return [x.astype(jnp.int32) for _, x in arrays]
 
 
-def _slots(config: CacheConfig, seq_ids: Array) -> tuple[Array, Array]:
+def slots(config: CacheConfig, seq_ids: Array) -> tuple[Array, Array]:
     """Returns (real bool[row], slot i32[row]): whether a row names a slot, and a safe index for it."""
     real = (seq_ids >= 0) & (seq_ids < config.max_seqs)
     return real, jnp.clip(seq_ids, 0, config.max_seqs - 1)
 
 
-def _slot_bits(config: CacheConfig, seq_ids: Array) -> Array:
+def slot_bits(config: CacheConfig, seq_ids: Array) -> Array:
     """Returns the status bits for ids out of range and for slots named twice."""
-    real, _ = _slots(config, seq_ids)
+    real, _ = slots(config, seq_ids)
     same = (seq_ids[:, None] == seq_ids[None, :]) & real[:, None]
     twice = jnp.any(jnp.sum(same, axis=1) > 1)
     return flag(StatusBit.INVALID_SEQ, jnp.any(~real & (seq_ids != config.no_seq))) | flag(
@@ -386,29 +430,38 @@ def _copy_on_write(
 
 def _give_back(
     config: CacheConfig,
-    pool: BlockPool,
+    owned: _Owned,
     tables: BlockTables,
     slot: Array,
     first: Array,
     real: Array,
-) -> tuple[BlockPool, Array]:
+) -> tuple[BlockPool, PrefixReuse | None, Array]:
     """Drops the blocks of each real row from column `first` on.
 
     Returns:
-      The pool, and the tables' blocks with the dropped entries set to NO_BLOCK.
+      The pool, the prefix state, and the tables' blocks with the dropped entries set to NO_BLOCK.
     """
     last = jnp.where(real, blocks_held(config, tables.kv_lens[slot]), 0)
+    pool, reuse = owned
+    if reuse is not None:
+        span = jnp.max(jnp.where(last > first, last, 0), initial=0)
+        reuse = dataclasses.replace(reuse, log=tick(reuse.log, span))
 
     def step(
-        state: tuple[BlockPool, Array], row: Array, column: Array, ids: Array
-    ) -> tuple[BlockPool, Array]:
-        pool, blocks = state
+        state: tuple[_Owned, Array], row: Array, column: Array, ids: Array
+    ) -> tuple[_Owned, Array]:
+        (pool, reuse), blocks = state
         where = jnp.append(slot, config.no_seq)[row]
-        return block_pool.drop(pool, ids), blocks.at[where, column].set(
+        return prefix_reuse.drop(config, pool, reuse, ids, column), blocks.at[where, column].set(
             config.no_block, mode="drop"
         )
 
-    return fold_entries(config, tables.blocks[slot], first, last, step, (pool, tables.blocks))
+    carry = ((pool, reuse), tables.blocks)
+    (pool, reuse), blocks = fold_entries(config, tables.blocks[slot], first, last, step, carry)
+    return pool, reuse, blocks
+
+
+_Owned = tuple[BlockPool, PrefixReuse | None]
 
 
 def _batch_view(

@@ -6,6 +6,8 @@ import numpy as np
 
 from jaxkv.cache import PagedKVCache
 from jaxkv.config import CacheConfig
+from jaxkv.reuse import PrefixReuse
+from jaxkv.victim_tree import FAN
 
 
 def check_invariants(config: CacheConfig, cache: PagedKVCache) -> None:
@@ -21,7 +23,8 @@ def check_invariants(config: CacheConfig, cache: PagedKVCache) -> None:
     refs = np.asarray(cache.pool.ref_counts)
     num_free = int(cache.pool.num_free)
     blocks, kv_lens = np.asarray(cache.tables.blocks), np.asarray(cache.tables.kv_lens)
-    broken = []
+    broken: list[str] = []
+    cached = _cached(config, cache)
 
     if not 0 <= num_free <= config.num_blocks:
         raise AssertionError(f"num_free {num_free} outside [0, {config.num_blocks}]")
@@ -30,8 +33,8 @@ def check_invariants(config: CacheConfig, cache: PagedKVCache) -> None:
         broken.append(f"free stack holds ids out of range: {free}")
     elif len(np.unique(free)) != num_free:
         broken.append(f"free stack holds an id twice: {free}")
-    if set(free.tolist()) != set(np.flatnonzero(refs == 0).tolist()):
-        broken.append(f"free ids {sorted(free)} are not those with ref 0")
+    if set(free.tolist()) != set(np.flatnonzero((refs == 0) & ~cached).tolist()):
+        broken.append(f"free ids {sorted(free)} are not those with ref 0 that are not cached")
 
     if np.any((kv_lens < 0) | (kv_lens > config.max_seq_len)):
         broken.append(f"kv_lens {kv_lens} outside [0, {config.max_seq_len}]")
@@ -48,8 +51,68 @@ def check_invariants(config: CacheConfig, cache: PagedKVCache) -> None:
             wrong = np.flatnonzero(owners != refs)
             broken.append(f"blocks {wrong}: refs {refs[wrong]}, owners {owners[wrong]}")
     broken += _broken_open_blocks(config, cache)
+    if cache.reuse is not None:
+        broken += _broken_reuse(config, cache.reuse, refs, cached)
     if broken:
         raise AssertionError("; ".join(broken))
+
+
+def _cached(config: CacheConfig, cache: PagedKVCache) -> np.ndarray:
+    """Returns bool[block]: blocks without owner that are findable."""
+    if cache.reuse is None:
+        return np.zeros(config.num_blocks, np.bool_)
+    return (np.asarray(cache.pool.ref_counts) == 0) & np.asarray(cache.reuse.index.findable)
+
+
+def _broken_reuse(
+    config: CacheConfig, reuse: PrefixReuse, refs: np.ndarray, cached: np.ndarray
+) -> list[str]:
+    """Returns what does not hold of the prefix state."""
+    broken = []
+    lanes, tenant = np.asarray(reuse.tree.lanes), np.asarray(reuse.log.tenant)
+    lane_of = np.minimum(tenant, reuse.policy.num_lanes - 1)
+    if not np.array_equal(lanes, np.where(cached, lane_of, -1)):
+        broken.append("the tree's lanes are not those of the cached blocks")
+    for name, mask, counts in (
+        ("tree sizes", cached, reuse.tree.sizes),
+        ("usage", cached | (refs > 0), reuse.usage),
+    ):
+        want = np.bincount(lane_of[mask], minlength=reuse.policy.num_lanes)
+        if not np.array_equal(want, counts):
+            broken.append(f"{name} {np.asarray(counts)}, expected {want}")
+    broken += _broken_tree(config, reuse)
+
+    place, table = np.asarray(reuse.index.place), np.asarray(reuse.index.table).reshape(-1)
+    entered = np.full(table.size, config.no_block)
+    findable = np.flatnonzero(place < table.size)
+    entered[place[findable]] = findable
+    if not np.array_equal(entered, table):
+        broken.append("the index's table is not the inverse of the blocks' places")
+    return broken
+
+
+def _broken_tree(config: CacheConfig, reuse: PrefixReuse) -> list[str]:
+    """Returns which nodes of the tree do not name the best victim below them."""
+    log, tree = reuse.log, reuse.tree
+    first, second = (
+        np.asarray(w) for w in reuse.policy.key(log.last_access, log.use_count, log.score)
+    )
+    below: list[list[list[tuple[int, int, int]]]] = [
+        [[] for _ in range(reuse.policy.num_lanes)] for _ in range(config.num_blocks)
+    ]
+    for block, lane in enumerate(np.asarray(tree.lanes)):
+        if lane >= 0:
+            below[block][lane].append((first[block], second[block], block))
+    broken = []
+    for height, level in enumerate(tree.levels):
+        groups = [below[at : at + FAN] for at in range(0, len(below), FAN)]
+        below = [
+            [[min(b) for b in lane if b] for lane in zip(*group, strict=True)] for group in groups
+        ]
+        want = [[min(lane)[2] if lane else config.no_block for lane in group] for group in below]
+        if not np.array_equal(want, level):
+            broken.append(f"level {height} of the tree is {np.asarray(level)}, expected {want}")
+    return broken
 
 
 def _broken_open_blocks(config: CacheConfig, cache: PagedKVCache) -> list[str]:

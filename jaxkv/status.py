@@ -29,6 +29,9 @@ class StatusBit(enum.IntFlag):
     DOUBLE_RELEASE = 64
     INVALID_KV_LEN = 128
     SEALED_BLOCK = 256
+    SLOT_IN_USE = 512
+    NOT_ADMITTED = 1024
+    INVALID_TENANT = 2048
 
 
 _EXPLANATIONS = {
@@ -42,6 +45,9 @@ _EXPLANATIONS = {
     StatusBit.SEALED_BLOCK: "a truncate would cut a sealed block of a quantised format in two; cut at a multiple of "
     "block_size and run the tokens after it again",
     StatusBit.INVALID_KV_LEN: "a truncate asks for more tokens than the sequence holds, or for fewer than none",
+    StatusBit.SLOT_IN_USE: "an admit names a slot that holds a sequence",
+    StatusBit.NOT_ADMITTED: "a register names a slot that was not started by admit, or that is empty",
+    StatusBit.INVALID_TENANT: "a tenant is negative or has no weight in the fair policy",
 }
 
 

@@ -100,6 +100,7 @@ class Programs:
 
             return jax.jit(traced, compiler_options=FAST_COMPILE)
 
+        self.once = once
         self.append = once(append)
         self.read_all = once(read_all)
         self.fork = once(lambda *args: transitions.fork(config, *args))
@@ -121,15 +122,18 @@ class Driver:
       config: of the cache.
       query_len: static width of every append.
       rows: static number of rows of every call; shorter calls are padded.
+      run: the compiled transitions; None: those without prefix reuse.
     """
 
-    def __init__(self, config: CacheConfig, query_len: int = 6, rows: int = 4) -> None:
+    def __init__(
+        self, config: CacheConfig, query_len: int = 6, rows: int = 4, run: Programs | None = None
+    ) -> None:
         self.config = config
         self.query_len = query_len
         self.rows = rows
         self.cache = poisoned(transitions.init_cache(config))
         self.plain = PlainCache(config)
-        self._run = programs(config, query_len, rows)
+        self._run = run or programs(config, query_len, rows)
         self._written = 0
         self._sealed: dict[int, tuple[tuple[int, ...], bytes]] = {}
 

@@ -1,0 +1,373 @@
+"""Finds blocks that already hold the K and V of a prompt's beginning.
+
+The index lives on the device.  A block is findable under a key: its tokens, the block before it, and the
+namespace.  A set-associative table leads from a hash of the whole prefix to a few candidates:
+
+    table  i32[set, way]   ids of blocks, NO_BLOCK where the way is empty
+    tags   u32[set, way]   the hash of each, a filter
+    tokens, parent, parent_generation, namespace of every findable block, compared in full
+
+Invariants:
+  * A hit is exact: tokens, namespace, parent and the parent's generation are all compared.  The hash decides
+    where to look and nothing else; if all prefixes collided, answers would be the same.
+  * Removing a block raises its generation, so neither it nor what was registered behind it is found under
+    another owner's content.
+  * Equal prefixes are findable at one block each: `insert` gives later writers the block that is there.
+  * A set that is full refuses the insertion: the block, and what would follow it, is not findable.
+  * Costs follow the blocks of the prompts, never the pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.config import CacheConfig
+from jaxkv.namespace import NUM_WORDS
+
+Array = jax.Array
+
+WAYS = 8
+_STEP = 0x9E3779B1  # odd, so powers of it have inverses modulo 2**32
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "tokens", "parent", "parent_generation", "namespace", "depth", "generation", "place", "table",
+        "tags",
+    ],
+    meta_fields=[],
+)  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class PrefixIndex:
+    """What every findable block holds, and where to look for it.
+
+    Attributes:
+      tokens: i32[block, block_size].
+      parent: i32[block], the block before it, NO_BLOCK for a first block; parent_generation: i32[block], the
+        parent's generation when the block was inserted, 0 for a first block.
+      namespace: i32[block, 8].
+      depth: i32[block], blocks before it.
+      generation: i32[block], how often the block has been removed from the index.
+      place: i32[block], set * WAYS + way, or the table's size for a block that is not findable.
+      table: i32[set, way]; tags: u32[set, way].
+    """
+
+    tokens: Array
+    parent: Array
+    parent_generation: Array
+    namespace: Array
+    depth: Array
+    generation: Array
+    place: Array
+    table: Array
+    tags: Array
+
+    @property
+    def findable(self) -> Array:
+        """bool[block]."""
+        return self.place < self.table.size
+
+
+def init_index(config: CacheConfig) -> PrefixIndex:
+    """Returns an index in which nothing is findable.
+
+    With all blocks findable a set of 8 ways holds 2 on average at most; one insertion in some thousands is
+    refused.
+    """
+    num_sets = 1 << max(0, (config.num_blocks - 1) // 2).bit_length()
+    # Arrays of their own: one array in two leaves could not be donated.
+    return PrefixIndex(
+        tokens=jnp.zeros((config.num_blocks, config.block_size), jnp.int32),
+        parent=jnp.zeros(config.num_blocks, jnp.int32),
+        parent_generation=jnp.zeros(config.num_blocks, jnp.int32),
+        namespace=jnp.zeros((config.num_blocks, NUM_WORDS), jnp.int32),
+        depth=jnp.zeros(config.num_blocks, jnp.int32),
+        generation=jnp.zeros(config.num_blocks, jnp.int32),
+        place=jnp.full(config.num_blocks, num_sets * WAYS, jnp.int32),
+        table=jnp.full((num_sets, WAYS), config.no_block, jnp.int32),
+        tags=jnp.zeros((num_sets, WAYS), jnp.uint32),
+    )
+
+
+def match(
+    config: CacheConfig, index: PrefixIndex, tokens: Array, prompt_lens: Array, namespaces: Array
+) -> tuple[Array, Array]:
+    """Finds the longest findable prefix of each prompt, but always leaves a token to compute.
+
+    Args:
+      config: the cache's config.
+      index: the index.
+      tokens: i32[row, width]; what lies past a prompt's length is not read.
+      prompt_lens: i32[row].
+      namespaces: i32[row, 8], `Namespace.words`.
+
+    Returns:
+      ids i32[row, width // block_size], NO_BLOCK from num_hits on; num_hits i32[row], at most
+      floor((prompt_len - 1) / block_size).
+    """
+    _check(config, tokens, namespaces)
+    return lookup(
+        config, index, tokens, jnp.maximum(prompt_lens - 1, 0) // config.block_size, namespaces
+    )
+
+
+def lookup(
+    config: CacheConfig, index: PrefixIndex, tokens: Array, limits: Array, namespaces: Array
+) -> tuple[Array, Array]:
+    """Like `match`, for up to `limits` (i32[row]) blocks of each row."""
+    num_rows, width = tokens.shape[0], tokens.shape[1] // config.block_size
+    limits = jnp.minimum(limits, width)
+    blocks, tags, sets = _addresses(config, index, tokens, namespaces)
+    ways = index.table[sets]
+    wanted = jnp.arange(width, dtype=jnp.int32)[None, :] < limits[:, None]
+    asked = (ways < config.no_block) & (index.tags[sets] == tags[..., None]) & wanted[..., None]
+    same = _same_content(config, index, ways, asked, blocks, namespaces)
+
+    def extend(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+        column, ids, parent, alive = state
+        candidates = ways[:, column]
+        safe = jnp.minimum(candidates, config.num_blocks - 1)
+        linked = same[:, column] & _is_child(config, index, safe, parent[:, None])
+        found = alive & jnp.any(linked, axis=1)
+        way = jnp.argmax(linked, axis=1)
+        parent = jnp.where(found, candidates[jnp.arange(num_rows), way], config.no_block)
+        return column + 1, ids.at[:, column].set(parent), parent, found
+
+    none = jnp.full(num_rows, config.no_block, jnp.int32)
+    ids = jnp.full((num_rows, width), config.no_block, jnp.int32)
+    state = (jnp.int32(0), ids, none, limits > 0)
+
+    def more(state: tuple[Array, Array, Array, Array]) -> Array:
+        return (state[0] < width) & jnp.any(state[3])
+
+    _, ids, _, _ = jax.lax.while_loop(more, extend, state)
+    return ids, jnp.sum(ids < config.no_block, axis=1, dtype=jnp.int32)
+
+
+def insert(
+    config: CacheConfig,
+    index: PrefixIndex,
+    tokens: Array,
+    num_full: Array,
+    namespaces: Array,
+    own_ids: Array,
+) -> tuple[PrefixIndex, Array, Array]:
+    """Makes full, written blocks findable, and finds for each the block that holds the same already.
+
+    REQUIRES: every own block before a new one in its row holds what tokens say, and no block is named by two
+    rows unless the rows agree on everything up to it.
+
+    Args:
+      config: the cache's config.
+      index: the index.
+      tokens: i32[row, width], everything the sequence holds.
+      num_full: i32[row], full blocks of the row to insert, from the first on.
+      namespaces: i32[row, 8].
+      own_ids: i32[row, width // block_size], the blocks of each row.
+
+    Returns:
+      index: with the new blocks in it.
+      ids: i32[row, width // block_size], the block findable for each of the row's blocks: its own or an equal
+        one; NO_BLOCK from `num_findable` on.
+      num_findable: i32[row], less than num_full where a set was full.
+    """
+    _check(config, tokens, namespaces)
+    num_rows, width = own_ids.shape
+    num_full = jnp.minimum(num_full, width)
+    ids, column = lookup(config, index, tokens, num_full, namespaces)
+    blocks, tags, sets = _addresses(config, index, tokens, namespaces)
+    row = jnp.arange(num_rows)
+
+    def step(state: _Insertion) -> _Insertion:
+        index, ids, column, todo = state
+        at = jnp.minimum(column, width - 1)
+        parent = jnp.where(column > 0, ids[row, jnp.maximum(column - 1, 0)], config.no_block)
+        ways = index.table[sets[row, at]]
+        asked = (ways < config.no_block) & todo[:, None]
+        same = _same_content(
+            config, index, ways[:, None], asked[:, None], blocks[row, at][:, None], namespaces
+        )[:, 0]
+        safe = jnp.minimum(ways, config.num_blocks - 1)
+        same &= _is_child(config, index, safe, parent[:, None])
+        there = jnp.any(same, axis=1)
+        found = ways[row, jnp.argmax(same, axis=1)]
+        # Of the rows that would write into one set, the first does; the others look again.
+        rival = (sets[row, at][:, None] == sets[row, at][None, :]) & (todo & ~there)[None, :]
+        first = todo & ~there & ~jnp.any(jnp.tril(rival, k=-1), axis=1)
+        empty = ways == config.no_block
+        room = jnp.any(empty, axis=1)
+        writes = first & room
+        place = sets[row, at] * WAYS + jnp.argmax(empty, axis=1)
+        own = own_ids[row, at]
+        index = _write(
+            config,
+            index,
+            jnp.where(writes, own, config.no_block),
+            place,
+            blocks[row, at],
+            tags[row, at],
+            parent,
+            namespaces,
+            at,
+        )
+        here = (todo & there) | writes
+        target = jnp.where(here, at, width)
+        ids = ids.at[row, target].set(jnp.where(there, found, own), mode="drop")
+        column = column + here
+        return index, ids, column, todo & (column < num_full) & ~(first & ~room)
+
+    state = (index, ids, column, column < num_full)
+    index, ids, column, _ = jax.lax.while_loop(lambda state: jnp.any(state[3]), step, state)
+    return index, ids, column
+
+
+_Insertion = tuple[PrefixIndex, Array, Array, Array]
+
+
+def remove(config: CacheConfig, index: PrefixIndex, ids: Array) -> PrefixIndex:
+    """Makes blocks unfindable; ids i32[k], NO_BLOCK and blocks that are not findable are skipped, none twice."""
+    size = index.table.size
+    place = jnp.where(
+        ids < config.no_block, index.place[jnp.minimum(ids, config.num_blocks - 1)], size
+    )
+    gone = jnp.where(place < size, ids, config.no_block)
+    return dataclasses.replace(
+        index,
+        generation=index.generation.at[gone].add(1, mode="drop"),
+        place=index.place.at[gone].set(size, mode="drop"),
+        table=index.table.at[place // WAYS, place % WAYS].set(config.no_block, mode="drop"),
+    )
+
+
+def _write(
+    config: CacheConfig,
+    index: PrefixIndex,
+    ids: Array,
+    place: Array,
+    blocks: Array,
+    tags: Array,
+    parent: Array,
+    namespaces: Array,
+    depth: Array,
+) -> PrefixIndex:
+    """Enters blocks (i32[k], NO_BLOCK is skipped) at free places of the table."""
+    index = remove(config, index, ids)
+    num_sets = index.table.shape[0]
+    sets = jnp.where(ids < config.no_block, place // WAYS, num_sets)
+    parent_generation = _generation(config, index, parent)
+    return PrefixIndex(
+        tokens=index.tokens.at[ids].set(blocks, mode="drop"),
+        parent=index.parent.at[ids].set(parent, mode="drop"),
+        parent_generation=index.parent_generation.at[ids].set(parent_generation, mode="drop"),
+        namespace=index.namespace.at[ids].set(namespaces, mode="drop"),
+        depth=index.depth.at[ids].set(depth, mode="drop"),
+        generation=index.generation,
+        place=index.place.at[ids].set(place, mode="drop"),
+        table=index.table.at[sets, place % WAYS].set(ids, mode="drop"),
+        tags=index.tags.at[sets, place % WAYS].set(tags, mode="drop"),
+    )
+
+
+def _generation(config: CacheConfig, index: PrefixIndex, ids: Array) -> Array:
+    """Returns the generation of blocks, 0 for NO_BLOCK."""
+    safe = jnp.minimum(ids, config.num_blocks - 1)
+    return jnp.where(ids < config.no_block, index.generation[safe], 0)
+
+
+def _is_child(config: CacheConfig, index: PrefixIndex, ids: Array, parent: Array) -> Array:
+    """Returns whether blocks were inserted behind `parent` as it is now (broadcast against ids)."""
+    return (index.parent[ids] == parent) & (
+        index.parent_generation[ids] == _generation(config, index, parent)
+    )
+
+
+def _same_content(
+    config: CacheConfig,
+    index: PrefixIndex,
+    ways: Array,
+    asked: Array,
+    blocks: Array,
+    namespaces: Array,
+) -> Array:
+    """Returns which of the asked candidates hold the given tokens in the given namespace.
+
+    Works on one candidate of every place at a time: more than one is asked only where hashes collide.
+
+    Args:
+      ways, asked: i32 and bool[row, column, way].
+      blocks: i32[row, column, block_size].
+      namespaces: i32[row, 8].
+    """
+    way = jnp.arange(ways.shape[-1])[None, None, :]
+
+    def compare(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        asked, same = state
+        pick = jnp.argmax(asked, axis=-1)
+        ids = jnp.take_along_axis(ways, pick[..., None], axis=-1)[..., 0]
+        ids = jnp.minimum(ids, config.num_blocks - 1)
+        equal = jnp.all(index.tokens[ids] == blocks, axis=-1) & jnp.all(
+            index.namespace[ids] == namespaces[:, None], axis=-1
+        )
+        picked = way == pick[..., None]
+        return asked & ~picked, same | (picked & asked & equal[..., None])
+
+    state = (asked, jnp.zeros_like(asked))
+    return jax.lax.while_loop(lambda state: jnp.any(state[0]), compare, state)[1]
+
+
+def _addresses(
+    config: CacheConfig, index: PrefixIndex, tokens: Array, namespaces: Array
+) -> tuple[Array, Array, Array]:
+    """Returns the full blocks of each row, the hash of each prefix that ends with one, and its set."""
+    num_rows, width = tokens.shape[0], tokens.shape[1] // config.block_size
+    blocks = tokens[:, : width * config.block_size].reshape(num_rows, width, config.block_size)
+    tags = _hash_prefixes(blocks, namespaces)
+    return blocks, tags, (tags & (index.table.shape[0] - 1)).astype(jnp.int32)
+
+
+def _hash_prefixes(blocks: Array, namespaces: Array) -> Array:
+    """Returns u32[row, column] hashes of the namespace and all blocks up to each column.
+
+    A prefix's hash is a polynomial in _STEP over its blocks' hashes, as one prefix sum: the coefficient of
+    block j is _STEP**j, and powers of an odd number have inverses.
+    """
+    width = blocks.shape[1]
+    of_block = _mix(_fold(blocks.astype(jnp.uint32)))
+    powers = np.array([pow(_STEP, j, 2**32) for j in range(width)], np.uint32)
+    inverse = np.array([pow(_STEP, -j, 2**32) for j in range(width)], np.uint32)
+    chain = jnp.cumsum(of_block * powers[None, :], axis=1, dtype=jnp.uint32) * inverse[None, :]
+    return _mix(chain ^ _fold(namespaces.astype(jnp.uint32))[:, None])
+
+
+def _fold(words: Array) -> Array:
+    """Returns a u32 of each last axis, every place with a factor of its own."""
+    factors = np.array([pow(_STEP, 3 * j + 1, 2**32) for j in range(words.shape[-1])], np.uint32)
+    mixed = _mix(words + factors.reshape((1,) * (words.ndim - 1) + (-1,)))
+    return jnp.sum(
+        mixed * factors.reshape((1,) * (words.ndim - 1) + (-1,)), axis=-1, dtype=jnp.uint32
+    )
+
+
+def _mix(x: Array) -> Array:
+    """Spreads every bit of a u32 over the word; one to one."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _check(config: CacheConfig, tokens: Array, namespaces: Array) -> None:
+    if tokens.ndim != 2 or tokens.dtype != jnp.int32:
+        raise ValueError(
+            f"tokens: expected i32[row, width], got {tokens.dtype}{list(tokens.shape)}"
+        )
+    if namespaces.shape != (tokens.shape[0], NUM_WORDS) or namespaces.dtype != jnp.int32:
+        raise ValueError(
+            f"namespaces: expected int32[{tokens.shape[0]}, {NUM_WORDS}], "
+            f"got {namespaces.dtype}{list(namespaces.shape)}"
+        )

@@ -1,0 +1,167 @@
+"""Random sequences of all transitions with prefix reuse, failures among them, against `PlainReuse`."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from reuse_driver import CROWDED, SPACES, WIDTH, ReuseDriver
+
+from jaxkv import StatusBit
+from jaxkv.eviction import Policy, cost_aware, fair, lru
+
+ROWS = 4
+_slots = st.integers(0, CROWDED.max_seqs - 1)
+_some_slots = st.lists(_slots, min_size=1, max_size=ROWS, unique=True)
+_any_ids = st.integers(-1, CROWDED.max_seqs + 1)
+_spaces = st.sampled_from([0, 0, 0, 1, 2, 3])
+# Few different blocks, so that prompts share beginnings; the tail makes lengths of all residues.
+_blocks = st.lists(
+    st.sampled_from([(1, 1, 1, 1), (2, 2, 2, 2), (1, 2, 1, 2)]), min_size=1, max_size=4
+)
+_tails = st.lists(st.integers(1, 2), min_size=0, max_size=4)
+_texts = st.builds(lambda blocks, tail: [t for b in blocks for t in b] + tail, _blocks, _tails)
+_new = st.lists(st.integers(1, 2), max_size=6)
+
+
+class ReuseMachine(RuleBasedStateMachine):
+    """Takes every step in a real and a plain cache; `ReuseDriver` compares them after each."""
+
+    policy: ClassVar[Policy] = lru
+    outcomes: ClassVar[Counter[StatusBit]] = Counter()
+    happened: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = ReuseDriver(CROWDED, self.policy, rows=ROWS)
+
+    @initialize(warm=st.sampled_from([True, True, False]))
+    def begin(self, warm: bool) -> None:
+        """Most sequences begin with 9 of the 11 blocks cached, so that what follows must evict."""
+        if warm:
+            prompts = [(0, [1] * 12, 0), (1, [2] * 12, 0), (2, [1, 2] * 6, 1)]
+            self.admit_register_release(prompts, keep=False)
+
+    def _take(self, transition: Callable[..., StatusBit], *args: Any) -> StatusBit:
+        evicted = self.driver.plain.turnover, self.driver.plain.remainder
+        bits = transition(*args)
+        self.outcomes[bits] += 1
+        self.happened["evicted"] += evicted != (
+            self.driver.plain.turnover, self.driver.plain.remainder,
+        )  # fmt: skip
+        return bits
+
+    def _admit(self, rows: list[tuple[int, list[int], int]]) -> None:
+        bits, hits = self.driver.admit(*rows)
+        self.outcomes[bits] += 1
+        self.happened["hit"] += sum(hits) > 0
+
+    @rule(
+        rows=st.lists(
+            st.tuples(_slots, _texts, _spaces), min_size=1, max_size=3, unique_by=lambda r: r[0]
+        ),
+        keep=st.sampled_from([False, False, True]),
+    )
+    def admit_register_release(self, rows: list[tuple[int, list[int], int]], keep: bool) -> None:
+        """A request's whole life, or its beginning; slots in use are released first."""
+        plain = self.driver.plain
+        self._take(self.driver.release, *[slot for slot, _, _ in rows if plain.kv_len(slot)])
+        self._admit(rows)
+        slots = [slot for slot, _, _ in rows if slot in plain.spaces]
+        self._take(self.driver.register, *slots)
+        if not keep:
+            self._take(self.driver.release, *slots)
+
+    @rule(slot=_slots, pick=st.integers(0, 99), tail=_tails, keep=st.booleans())
+    def admit_known(self, slot: int, pick: int, tail: list[int], keep: bool) -> None:
+        """A prompt whose beginning is findable."""
+        plain = self.driver.plain
+        if plain.known:
+            space, text = sorted(plain.known)[pick % len(plain.known)]
+            self.admit_register_release([(slot, [*text, *tail][:WIDTH], space)], keep)
+
+    @rule(rows=st.lists(st.tuples(_any_ids, _texts, _spaces), min_size=1, max_size=ROWS))
+    def admit_anything(self, rows: list[tuple[int, list[int], int]]) -> None:
+        """Slots in use, twice, or out of range."""
+        self._admit(rows)
+
+    @rule(
+        rows=st.lists(st.tuples(_slots, _new), min_size=1, max_size=ROWS, unique_by=lambda r: r[0])
+    )
+    def write(self, rows: list[tuple[int, list[int]]]) -> None:
+        """New tokens; evicts when blocks run short."""
+        self._take(self.driver.write, *rows)
+
+    @rule(slots=_some_slots)
+    def register(self, slots: list[int]) -> None:
+        """What was decoded becomes findable; slots that were not admitted are refused."""
+        self._take(self.driver.register, *slots)
+
+    @rule(src=_slots, dst=_some_slots, new=_new)
+    def fork_and_write(self, src: int, dst: list[int], new: list[int]) -> None:
+        """One sequence copied to several slots that all write."""
+        self._take(self.driver.fork, *[(src, d) for d in dst])
+        self._take(self.driver.write, *[(d, new) for d in dst])
+
+    @rule(slots=_some_slots, cuts=st.lists(st.integers(0, 24), min_size=ROWS, max_size=ROWS))
+    def truncate(self, slots: list[int], cuts: list[int]) -> None:
+        """Rolls back, often into a findable block, which is then written."""
+        lengths = [
+            cut % (self.driver.plain.kv_len(s) + 1) for s, cut in zip(slots, cuts, strict=False)
+        ]
+        self._take(self.driver.truncate, *zip(slots, lengths, strict=True))
+
+    @rule(slots=_some_slots)
+    def release(self, slots: list[int]) -> None:
+        """Ends the named slots that hold something."""
+        self._take(self.driver.release, *[s for s in slots if self.driver.plain.kv_len(s)])
+
+    @rule(count=st.integers(-1, 4))
+    def evict(self, count: int) -> None:
+        """Gives cached blocks up."""
+        self.driver.evict(count)
+
+    def teardown(self) -> None:
+        """Everything released is free or cached, and everything cached can go."""
+        self._take(self.driver.release, *self.driver.plain.tokens)
+        assert self.driver.num_free + self.driver.num_cached == CROWDED.num_blocks
+
+
+class FairMachine(ReuseMachine):
+    """Three tenants with quotas; the fourth namespace is another adapter of the first tenant."""
+
+    policy = fair((1, 2, 5))
+
+
+class CostAwareMachine(ReuseMachine):
+    """A policy that ages by evictions."""
+
+    policy = cost_aware(0.5, CROWDED.block_size)
+
+
+def test_reuse_machine_lru_matches_plain_model() -> None:
+    """Field cases C1, C3, C5, D1, G8, G10, H'1, H'2, I1, I3: nothing leaks, nothing stale is found."""
+    assert len({space.tenant for space in SPACES}) == 3
+    ReuseMachine.outcomes.clear()
+    run_state_machine_as_test(ReuseMachine)
+    bits = functools.reduce(operator.or_, ReuseMachine.outcomes)
+    wanted = (
+        StatusBit.OUT_OF_BLOCKS | StatusBit.SLOT_IN_USE | StatusBit.NOT_ADMITTED | StatusBit.EMPTY_SLOT
+        | StatusBit.DUPLICATE_SEQ | StatusBit.INVALID_SEQ
+    )  # fmt: skip
+    assert bits & wanted == wanted, "some failure never happened"
+    assert ReuseMachine.outcomes[StatusBit(0)] > ReuseMachine.outcomes.total() // 3
+    assert min(ReuseMachine.happened["hit"], ReuseMachine.happened["evicted"]) > 20
+
+
+@pytest.mark.parametrize("machine", [FairMachine, CostAwareMachine])
+def test_reuse_machine_other_policies_match_plain_model(machine: type[ReuseMachine]) -> None:
+    few = settings(max_examples=max(25, settings().max_examples // 10))
+    run_state_machine_as_test(machine, settings=few)
