@@ -45,7 +45,7 @@ class AccessLog:
       tenant: i32[n], who is charged for the entry.
       score: i32[n], what a policy that ages noted at the last use.
       clock: i32[], the newest stamp.  It advances by the longest chain a call touches, so it lasts for
-        2**31 block touches of a single sequence; `rebase` starts it anew.
+        2**31 block touches; a cache that lives longer must be made anew before.
       turnover: i32[], blocks evicted so far in units of 1 / 1024 of the pool; remainder: i32[], the rest.
       inflation: i32[], the highest score evicted so far.
     """

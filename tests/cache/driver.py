@@ -345,7 +345,7 @@ def quantisation_slack(config: CacheConfig, k: np.ndarray, v: np.ndarray) -> tup
 
 def assert_only_status_differs(old: PagedKVCache, new: PagedKVCache) -> None:
     """Asserts that every leaf but `status` is bit-identical."""
-    for part in ("pool", "tables", "store", "open_blocks"):
+    for part in ("pool", "tables", "store", "open_blocks", "reuse"):
         pairs = zip(
             jax.tree.leaves(getattr(old, part)), jax.tree.leaves(getattr(new, part)), strict=True
         )
