@@ -15,7 +15,7 @@ from field_cases import wrong_answers
 from oracles.attention import TOLERANCES, paged_attention_oracle, worst_row_error
 from test_hopper_interpreter import interpreter  # noqa: F401  (a fixture)
 
-from pallas_kernels.layout import KVLayout, kv_format
+from pallas_kernels.layout import BatchView, KVLayout, KVStore, kv_format
 from pallas_kernels.paged_attention.hopper import combine, paged_attention_hopper
 from pallas_kernels.paged_attention.hopper_plan import choose_splits, make_plan
 from pallas_kernels.paged_attention.reference import paged_attention_reference
@@ -290,3 +290,24 @@ def test_pieces_of_a_tile_never_cross_a_block():
 )
 def test_splits_fill_the_chip_and_no_more(blocks, most, expected):
     assert choose_splits(blocks, most) == expected
+
+
+def test_block_ids_past_16_bits_are_read(interpreter):  # noqa: F811
+    """Field case F3: 70,000 blocks of eight tokens, data in three of them."""
+    layout = KVLayout(1, 70_000, 1, 8, 32, kv_format("bfloat16"), False)
+    ids = [65_535, 65_536, 69_999]
+    kv = jnp.full(layout.shape, jnp.nan, jnp.bfloat16)
+    for index, block in enumerate(ids):
+        kv = kv.at[0, block].set(float(index))
+    lens = jnp.array([24], jnp.int32), jnp.array([1], jnp.int32)
+    view = BatchView(jnp.array([ids], jnp.int32), *lens, jnp.array([[23]], jnp.int32))
+    out, _ = jax.jit(
+        functools.partial(
+            paged_attention_hopper, scale=1 / 32, soft_cap=None, window=None,
+            interpret=interpreter(),
+        ),
+        compiler_options=FAST_INTERPRET,
+    )(jnp.ones((1, 1, 1, 32), jnp.bfloat16), KVStore(kv, layout), jnp.int32(0), view)  # fmt: skip
+    weights = np.exp([0.0, 1.0, 2.0])
+    expected = (weights * [0, 1, 2]).sum() / weights.sum()
+    np.testing.assert_allclose(np.asarray(out[0, 0, 0], np.float32), expected, rtol=8e-3)
