@@ -15,6 +15,7 @@ from sealed_cases import SEALED_CASES, SealedCase, make_sealed_inputs
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.tpu import paged_attention_tpu
 from pallas_kernels.paged_attention.tpu_plan import Tuning
+from pallas_kernels.paged_attention.triton import paged_attention_triton
 
 NARROW = Tuning(
     max_chunk_len=128, max_chunk_len_wide=128, max_queries=32, wide_queries=16, smem_table_bytes=0
@@ -23,6 +24,7 @@ RUNS = {
     "reference": functools.partial(paged_attention, implementation="reference", return_lse=True),
     "xla": functools.partial(paged_attention, implementation="xla", return_lse=True),
     "tpu": functools.partial(paged_attention_tpu, interpret=pltpu.InterpretParams(), tuning=NARROW),
+    "triton": functools.partial(paged_attention_triton, interpret=True),
 }
 
 
