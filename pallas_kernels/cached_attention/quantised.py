@@ -10,6 +10,8 @@ One new token a row (decode) goes into the open block first and is read from the
 (`_stage`): the open block's tokens, then the new ones; each block is read by its own queries, the full ones are sealed, and the
 tokens of the last one go into the open store.  Codes are made of what the open store would hold, rounded to its format, so
 they do not depend on the chunks either.
+
+What may or may not happen to a pool is a loop of one round or none, never a `lax.cond`: XLA for CUDA copies what a cond returns.
 """
 
 from __future__ import annotations
@@ -54,11 +56,13 @@ def quantised_attention(
     end = store.layout.num_layers - num_wide
     is_wide = (layer < num_wide) | (layer >= end)
     wide_layer = jnp.where(layer < num_wide, layer, layer - end + num_wide)
-    return jax.lax.cond(
-        is_wide,
-        lambda store: _wide_layer(call, store, wide_layer),
-        lambda store: _quantised_layer(call, store, layer - num_wide),
-        store,
+    rounds = is_wide.astype(jnp.int32)
+    carry = (jnp.zeros_like(q), store)
+    carry = jax.lax.fori_loop(
+        0, rounds, lambda _, carry: _wide_layer(call, carry[1], wide_layer), carry
+    )
+    return jax.lax.fori_loop(
+        0, 1 - rounds, lambda _, carry: _quantised_layer(call, carry[1], layer - num_wide), carry
     )
 
 
@@ -213,10 +217,10 @@ def _stage(call: _Call, open_: KVStore, layer: Array, slot: Array) -> Array:
 
 def _seal(store: QuantisedStore, layer: Array, read: Any, ids: Array) -> QuantisedStore:
     """Seals the blocks `read()` returns where ids name one; reads and writes nothing if none does."""
-    sealed = jax.lax.cond(
-        jnp.any(ids < store.layout.sealed.no_block),
-        lambda sealed: seal_blocks(sealed, layer, read(), ids),
-        lambda sealed: sealed,
+    sealed = jax.lax.fori_loop(
+        0,
+        jnp.any(ids < store.layout.sealed.no_block).astype(jnp.int32),
+        lambda _, sealed: seal_blocks(sealed, layer, read(), ids),
         store.sealed,
     )
     return dataclasses.replace(store, sealed=sealed)

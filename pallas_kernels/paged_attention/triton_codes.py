@@ -101,17 +101,21 @@ def choose_code_tiling(
     rows, query_len, num_q_heads, head_dim = q_shape
     packed = query_len * num_q_heads // layout.num_kv_heads
     halves, wide = 8 // layout.format.bits, head_dim > 128
-    most = 64 if terms_of(q_dtype, jnp.bfloat16) == 1 else 32
-    query_rows = min(max(16, power_of_two(packed)), most // 2 if wide else most)
-    tile_rows = min(power_of_two(layout.block_size // halves), 64 // halves)
-    keys = max(tile_rows, 16) * halves
+    query_rows = max(16, power_of_two(packed))
+    if terms_of(q_dtype, jnp.bfloat16) > 1:
+        query_rows, keys, warps = min(query_rows, 16 if head_dim > 64 else 32), 64, 8
+    else:
+        query_rows = min(query_rows, 32 if wide else 64)
+        keys = 32 if query_rows == 32 else 64
+        warps = 8 if query_rows == 64 or (query_rows == 32 and wide) else 4
+    keys = min(32 if wide else keys, halves * max(16, power_of_two(layout.block_size // halves)))
     splits = choose_splits(
         rows * layout.num_kv_heads * pl.cdiv(packed, query_rows),
         query_rows,
         pl.cdiv(max_keys, keys),
         head_dim,
     )
-    return Tiling(query_rows, keys, splits, 4, num_stages=2)
+    return Tiling(query_rows, keys, splits, warps, num_stages=2)
 
 
 def check_codes(layout: SealedLayout) -> None:
@@ -266,22 +270,22 @@ class _Block:
         row, word = spread((self.rows[:, None], words + start // 2))
         index = (self.layer, self.block, self.kv_head, row, word)
         x = plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0)
-        if layout.format.is_float:
-            even, odd = (x << 8 & 0x8000) | (x << 7 & 0x3F80), (x & 0x8000) | (x >> 1 & 0x3F80)
-            pairs = [[lax.bitcast_convert_type(y, jnp.float16) for y in (even, odd)]]
+        shape = (self.plan.tile_rows, padded)
+        return [jnp.stack(pair, axis=-1).reshape(shape) for pair in self._numbers(x)]
+
+    def _numbers(self, words: Array) -> list[list[Array]]:
+        """Returns the codes in words u16[row, word] as bf16[row, word]: a pair of channels for each tile of keys."""
+        if self.plan.codes.format.is_float:
+            even = (words << 8 & 0x8000) | (words << 7 & 0x3F80)
+            odd = (words & 0x8000) | (words >> 1 & 0x3F80)
+            pairs = [[lax.bitcast_convert_type(x, jnp.float16) for x in (even, odd)]]
         else:
-            bits, wide = layout.format.bits, x.astype(jnp.int32)
+            bits, wide = self.plan.codes.format.bits, words.astype(jnp.int32)
             pairs = [
                 [(wide << 32 - bits * (half + 1) - start) >> 32 - bits for start in (0, 8)]
                 for half in range(self.plan.halves)
             ]
-        shape = (self.plan.tile_rows, padded)
-        return [
-            jnp.stack([y.astype(jnp.float32).astype(jnp.bfloat16) for y in pair], axis=-1).reshape(
-                shape
-            )
-            for pair in pairs
-        ]
+        return [[x.astype(jnp.float32).astype(jnp.bfloat16) for x in pair] for pair in pairs]
 
     def key_affine(self, ref: Any, kind: int) -> Array:
         """Returns K's scales (kind 0) or centres (1), f32[1, width], zero past head_dim."""
