@@ -101,14 +101,15 @@ def choose_code_tiling(
     rows, query_len, num_q_heads, head_dim = q_shape
     packed = query_len * num_q_heads // layout.num_kv_heads
     halves, wide = 8 // layout.format.bits, head_dim > 128
-    query_rows = max(16, power_of_two(packed))
-    if terms_of(q_dtype, jnp.bfloat16) > 1:
-        query_rows, keys, warps = min(query_rows, 16 if head_dim > 64 else 32), 64, 8
+    narrow_q = terms_of(q_dtype, jnp.bfloat16) == 1
+    if wide or (not narrow_q and head_dim > 64):
+        most = 16
     else:
-        query_rows = min(query_rows, 32 if wide else 64)
-        keys = 32 if query_rows == 32 else 64
-        warps = 8 if query_rows == 64 or (query_rows == 32 and wide) else 4
-    keys = min(32 if wide else keys, halves * max(16, power_of_two(layout.block_size // halves)))
+        most = 64 if narrow_q and layout.format.is_float else 32  # 64: centres and nibbles spill
+    query_rows = min(max(16, power_of_two(packed)), most)
+    keys = 64 if query_rows == 16 and not wide else 32
+    keys = min(keys, halves * max(16, power_of_two(layout.block_size // halves)))
+    warps = 4 if narrow_q and (query_rows == 16 or (query_rows == 32 and head_dim <= 64)) else 8
     splits = choose_splits(
         rows * layout.num_kv_heads * pl.cdiv(packed, query_rows),
         query_rows,
@@ -261,7 +262,6 @@ class _Block:
 
     def codes(self, ref: Any, start: int, width: int) -> list[Array]:
         """Returns the codes of `width` channels from `start` on, bf16[tile_row, padded width] a tile of keys."""
-        layout = self.plan.codes
         padded = _padded(width)
         words = jnp.arange(padded // 2, dtype=jnp.int32)[None, :]
         mask = None
