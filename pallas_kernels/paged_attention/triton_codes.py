@@ -276,9 +276,10 @@ class _Block:
     def _numbers(self, words: Array) -> list[list[Array]]:
         """Returns the codes in words u16[row, word] as bf16[row, word]: a pair of channels for each tile of keys."""
         if self.plan.codes.format.is_float:
-            even = (words << 8 & 0x8000) | (words << 7 & 0x3F80)
-            odd = (words & 0x8000) | (words >> 1 & 0x3F80)
-            pairs = [[lax.bitcast_convert_type(x, jnp.float16) for x in (even, odd)]]
+            # Sign, then (after a copy of the sign that is masked out) the 7 other bits at the top of 5 + 10.
+            signed = lax.bitcast_convert_type(words, jnp.int16)
+            moved = (x >> 1 & jnp.int16(-0x4080) for x in (signed << 8, signed))
+            pairs = [[lax.bitcast_convert_type(x, jnp.float16) for x in moved]]
         else:
             bits, wide = self.plan.codes.format.bits, words.astype(jnp.int32)
             pairs = [
