@@ -27,7 +27,7 @@ from pallas_kernels.cached_attention.own_block import own_block_attention
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.layout import Array, BatchView, KVStore, decode, encode
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.sealed import QuantisedStore
+from pallas_kernels.sealed import QuantisedStore, SealedStore
 
 Options = dict[str, Any]
 
@@ -114,7 +114,7 @@ def _write_token(
     open_ids = jnp.minimum(tail.block_tables[:, 0], open_.layout.num_blocks - 1)
     store = dataclasses.replace(store, open=open_)
     return (
-        _seal(store, layer, lambda: decode(open_.layout, open_.kv[layer, open_ids]), ids),
+        _seal(store, layer, lambda layer: decode(open_.layout, open_.kv[layer, open_ids]), ids),
         out,
         lse,
     )
@@ -151,7 +151,7 @@ def _write_chunk(
         view.block_tables, jnp.minimum(column, view.block_tables.shape[1] - 1), axis=1
     )
     ids = jnp.where(full, ids, store.layout.sealed.no_block).reshape(-1)
-    store = _seal(store, layer, lambda: staged.reshape(-1, *staged.shape[2:]), ids)
+    store = _seal(store, layer, lambda _: staged.reshape(-1, *staged.shape[2:]), ids)
 
     first = view.q_lens - tail.q_lens
     token = first[:, None] + jnp.arange(tail.query_len, dtype=jnp.int32)[None, :]
@@ -216,13 +216,16 @@ def _stage(call: _Call, open_: KVStore, layer: Array, slot: Array) -> Array:
 
 
 def _seal(store: QuantisedStore, layer: Array, read: Any, ids: Array) -> QuantisedStore:
-    """Seals the blocks `read()` returns where ids name one; reads and writes nothing if none does."""
-    sealed = jax.lax.fori_loop(
-        0,
-        jnp.any(ids < store.layout.sealed.no_block).astype(jnp.int32),
-        lambda _, sealed: seal_blocks(sealed, layer, read(), ids),
-        store.sealed,
-    )
+    """Seals the blocks `read(layer)` returns where ids name one; reads and writes nothing if none does."""
+
+    def seal_once(index: Array, sealed: SealedStore) -> SealedStore:
+        # Tied to the index: XLA would compute what does not depend on it before the loop, needed or not.
+        tied, _ = jax.lax.optimization_barrier((layer, index))
+        kv, _ = jax.lax.optimization_barrier((read(tied), index))
+        return seal_blocks(sealed, tied, kv, ids)
+
+    rounds = jnp.any(ids < store.layout.sealed.no_block).astype(jnp.int32)
+    sealed = jax.lax.fori_loop(0, rounds, seal_once, store.sealed)
     return dataclasses.replace(store, sealed=sealed)
 
 
