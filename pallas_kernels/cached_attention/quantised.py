@@ -10,6 +10,8 @@ One new token a row (decode) goes into the open block first and is read from the
 (`_stage`): the open block's tokens, then the new ones; each block is read by its own queries, the full ones are sealed, and the
 tokens of the last one go into the open store.  Codes are made of what the open store would hold, rounded to its format, so
 they do not depend on the chunks either.
+
+What may or may not happen to a pool is a loop of one round or none, never a `lax.cond`: XLA for CUDA copies what a cond returns.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pallas_kernels.cached_attention.own_block import own_block_attention
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.layout import Array, BatchView, KVStore, decode, encode
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.sealed import QuantisedStore
+from pallas_kernels.sealed import QuantisedStore, SealedStore
 
 Options = dict[str, Any]
 Carry = TypeVar("Carry")
@@ -57,16 +59,18 @@ def quantised_attention(
     is_wide = (layer < num_wide) | (layer >= end)
     wide_layer = jnp.where(layer < num_wide, layer, layer - end + num_wide)
     carry = jnp.zeros_like(q), store
-    carry = _when(is_wide, lambda carry: _wide_layer(call, carry[1], wide_layer), carry)
-    return _when(~is_wide, lambda carry: _quantised_layer(call, carry[1], layer - num_wide), carry)
+    carry = _when(is_wide, lambda _, carry: _wide_layer(call, carry[1], wide_layer), carry)
+    return _when(
+        ~is_wide, lambda _, carry: _quantised_layer(call, carry[1], layer - num_wide), carry
+    )
 
 
-def _when(condition: Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """Returns function(carry) where the condition holds, else the carry.
+def _when(condition: Array, function: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
+    """Returns function(turn, carry) where the condition holds, else the carry.
 
-    A loop of no or one turn and not `lax.cond`: XLA:GPU copies what passes through a branch, here whole pools.
+    A loop of one turn or none and not `lax.cond`: XLA:GPU copies what passes through a branch, here whole pools.
     """
-    return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, x: function(x), carry)
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), function, carry)
 
 
 class _Call(NamedTuple):
@@ -117,7 +121,7 @@ def _write_token(
     open_ids = jnp.minimum(tail.block_tables[:, 0], open_.layout.num_blocks - 1)
     store = dataclasses.replace(store, open=open_)
     return (
-        _seal(store, layer, lambda: decode(open_.layout, open_.kv[layer, open_ids]), ids),
+        _seal(store, layer, lambda layer: decode(open_.layout, open_.kv[layer, open_ids]), ids),
         out,
         lse,
     )
@@ -154,7 +158,7 @@ def _write_chunk(
         view.block_tables, jnp.minimum(column, view.block_tables.shape[1] - 1), axis=1
     )
     ids = jnp.where(full, ids, store.layout.sealed.no_block).reshape(-1)
-    store = _seal(store, layer, lambda: staged.reshape(-1, *staged.shape[2:]), ids)
+    store = _seal(store, layer, lambda _: staged.reshape(-1, *staged.shape[2:]), ids)
 
     first = view.q_lens - tail.q_lens
     token = first[:, None] + jnp.arange(tail.query_len, dtype=jnp.int32)[None, :]
@@ -219,12 +223,15 @@ def _stage(call: _Call, open_: KVStore, layer: Array, slot: Array) -> Array:
 
 
 def _seal(store: QuantisedStore, layer: Array, read: Any, ids: Array) -> QuantisedStore:
-    """Seals the blocks `read()` returns where ids name one; reads and writes nothing if none does."""
-    sealed = _when(
-        jnp.any(ids < store.layout.sealed.no_block),
-        lambda sealed: seal_blocks(sealed, layer, read(), ids),
-        store.sealed,
-    )
+    """Seals the blocks `read(layer)` returns where ids name one; reads and writes nothing if none does."""
+
+    def seal_once(turn: Array, sealed: SealedStore) -> SealedStore:
+        # Tied to the turn: XLA would compute what does not depend on it before the loop, needed or not.
+        tied, _ = jax.lax.optimization_barrier((layer, turn))
+        kv, _ = jax.lax.optimization_barrier((read(tied), turn))
+        return seal_blocks(sealed, tied, kv, ids)
+
+    sealed = _when(jnp.any(ids < store.layout.sealed.no_block), seal_once, store.sealed)
     return dataclasses.replace(store, sealed=sealed)
 
 

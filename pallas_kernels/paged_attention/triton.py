@@ -22,8 +22,8 @@ Invariants:
 from __future__ import annotations
 
 import functools
-import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,7 +33,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.layout import Array, BatchView, KVLayout, KVStore
-from pallas_kernels.paged_attention.spec import refuse_codes
+from pallas_kernels.paged_attention.triton_codes import (
+    CodePlan,
+    attend_codes,
+    check_codes,
+    choose_code_tiling,
+    code_operands,
+)
+from pallas_kernels.paged_attention.triton_ops import KNOBS, LN2, LOG2E, dot, read_knob, spread
 from pallas_kernels.paged_attention.triton_plan import (
     Plan,
     Tiling,
@@ -41,22 +48,15 @@ from pallas_kernels.paged_attention.triton_plan import (
     power_of_two,
     terms_of,
 )
+from pallas_kernels.sealed import SealedStore
 
-_LOG2E = math.log2(math.e)
-_LN2 = math.log(2.0)
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_HEAD_DIM = 256
-# How Python numbers become constants of the kernel, and what traced knobs are read as.
-_KNOBS = {
-    "scale": (float, jnp.float32),
-    "soft_cap": (float, jnp.float32),
-    "window": (int, jnp.int32),
-}
 
 
 def paged_attention_triton(
     q: Array,
-    store: KVStore,
+    store: KVStore | SealedStore,
     layer: Array,
     view: BatchView,
     *,
@@ -76,21 +76,17 @@ def paged_attention_triton(
     Raises:
       NotImplementedError: a dtype or head_dim the kernels do not support; the message says what they do.
     """
-    refuse_codes(store, "triton")
     _check_supported(q, store)
     layout = store.layout
-    rows, query_len, num_q_heads, head_dim = q.shape
-    group = num_q_heads // layout.num_kv_heads
+    rows, query_len, num_q_heads, _ = q.shape
     max_keys = view.block_tables.shape[1] * layout.block_size
-    tiling = tiling or choose_tiling(q.shape, q.dtype, layout, max_keys)
-    plan = Plan(
-        tiling, group, layout.num_kv_heads, query_len, head_dim, max_keys, window is not None
-    )
+    body, operands, plan = _prepare(q, store, max_keys, tiling, window is not None)
+    tiling = plan.tiling
     # Python numbers become constants of the kernel; traced ones are operands, read where they are used.
     knobs = {"scale": scale, "soft_cap": soft_cap, "window": window}
     constants: dict[str, Any] = {name: None for name, x in knobs.items() if x is None}
     constants |= {
-        name: _KNOBS[name][0](x) for name, x in knobs.items() if isinstance(x, numbers.Number)
+        name: KNOBS[name][0](x) for name, x in knobs.items() if isinstance(x, numbers.Number)
     }
     traced = {
         name: jnp.asarray(x).reshape(()) for name, x in knobs.items() if name not in constants
@@ -100,9 +96,7 @@ def paged_attention_triton(
     prefix = (tiling.num_splits,) if split else ()
     call = functools.partial(pl.pallas_call, interpret=interpret)
     out, lse = call(
-        functools.partial(
-            _attend, plan=plan, layout=layout, constants=constants, names=tuple(traced)
-        ),
+        functools.partial(body, plan=plan, constants=constants, names=tuple(traced)),
         grid=(plan.num_tiles * layout.num_kv_heads, tiling.num_splits, rows),
         out_shape=(
             jax.ShapeDtypeStruct(prefix + q.shape, jnp.float32 if split else q.dtype),
@@ -112,7 +106,7 @@ def paged_attention_triton(
             num_warps=tiling.num_warps, num_stages=tiling.num_stages
         ),
         name="paged_attention",
-    )(q, store.kv, jnp.asarray(layer, jnp.int32).reshape(()), view.block_tables, view.kv_lens, view.q_lens,
+    )(q, *operands, jnp.asarray(layer, jnp.int32).reshape(()), view.block_tables, view.kv_lens, view.q_lens,
       *traced.values())  # fmt: skip
     if not split:
         return out, lse
@@ -132,9 +126,28 @@ def paged_attention_triton(
     )(out, lse, view.kv_lens, view.q_lens, *([traced["window"]] if "window" in traced else []))
 
 
-def _check_supported(q: Array, store: KVStore) -> None:
+def _prepare(
+    q: Array, store: KVStore | SealedStore, max_keys: int, tiling: Tiling | None, windowed: bool
+) -> tuple[Callable[..., None], tuple[Array, ...], Plan]:
+    """Returns the body of the first launch, its operands between q and layer, and the plan."""
+    layout = store.layout
+    group = q.shape[2] // layout.num_kv_heads
+    sizes = (group, layout.num_kv_heads, q.shape[1], q.shape[3], max_keys, windowed)
+    if isinstance(store, SealedStore):
+        tiling = tiling or choose_code_tiling(q.shape, q.dtype, store.layout, max_keys)
+        return attend_codes, code_operands(store), CodePlan(tiling, *sizes, store.layout)
+    tiling = tiling or choose_tiling(q.shape, q.dtype, store.layout, max_keys)
+    return functools.partial(_attend, layout=store.layout), (store.kv,), Plan(tiling, *sizes)
+
+
+def _check_supported(q: Array, store: KVStore | SealedStore) -> None:
     """Raises NotImplementedError for what the kernels cannot do."""
-    for name, dtype in (("q", q.dtype), ("store", store.layout.format.dtype)):
+    dtypes = [("q", q.dtype)]
+    if isinstance(store, SealedStore):
+        check_codes(store.layout)
+    else:
+        dtypes.append(("store", store.layout.format.dtype))
+    for name, dtype in dtypes:
         if dtype not in _FLOATS:
             raise NotImplementedError(
                 f"triton paged attention supports float32, bfloat16 and float16, got {name} of {dtype}"
@@ -162,8 +175,8 @@ def _attend(
 ) -> None:
     """One split of one tile of queries of one kv head of one row."""
     *knob_refs, out_ref, lse_ref = refs
-    knobs = constants | {name: _read(name, r) for name, r in zip(names, knob_refs, strict=True)}
-    scale, soft_cap, window = (knobs[name] for name in _KNOBS)
+    knobs = constants | {name: read_knob(name, r) for name, r in zip(names, knob_refs, strict=True)}
+    scale, soft_cap, window = (knobs[name] for name in KNOBS)
     tiling, head_dim, width = plan.tiling, plan.head_dim, plan.width
     kv_head, tile = pl.program_id(0) // plan.num_tiles, pl.program_id(0) % plan.num_tiles
     split, row = pl.program_id(1), pl.program_id(2)
@@ -183,14 +196,14 @@ def _attend(
     query_pos = jnp.where(query < q_len, kv_len - q_len + query, -1)[:, None]
     columns = jnp.arange(width, dtype=jnp.int32)[None, :]
     real = columns < head_dim
-    query_index = (row, *_spread((query[:, None], head[:, None], columns)))
+    query_index = (row, *spread((query[:, None], head[:, None], columns)))
     q = plgpu.load(q_ref.at[query_index], mask=(query_pos >= 0) & real, other=0.0)
     terms = terms_of(q.dtype, layout.format.dtype)
     q = q if terms == 1 else q.astype(jnp.float32)
 
     def half(position: Array, block: Array, live: Array, offset: int) -> Array:
         """K (offset 0) or V (offset head_dim) of the keys, zeros where not live: [keys, width]."""
-        index = _spread((block[:, None], (position % layout.block_size)[:, None], columns + offset))
+        index = spread((block[:, None], (position % layout.block_size)[:, None], columns + offset))
         x = plgpu.load(
             kv_ref.at[layer, index[0], kv_head, index[1], index[2]],
             mask=live[:, None] & real,
@@ -209,19 +222,19 @@ def _attend(
         block = plgpu.load(tables_ref.at[row, position // layout.block_size], mask=live, other=0)
         block = jnp.clip(block, 0, layout.num_blocks - 1)
         k = half(position, block, live, 0)
-        s = _dot(q, k, 1, terms) * scale
+        s = dot(q, k, 1, terms) * scale
         if soft_cap is not None:
             s = soft_cap * jnp.tanh(s / soft_cap)
         seen = live[None, :] & (position[None, :] <= query_pos)
         if window is not None:
             seen &= position[None, :] > query_pos - window
-        s = jnp.where(seen, s * _LOG2E, -jnp.inf)
+        s = jnp.where(seen, s * LOG2E, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(s, axis=1))
         safe = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
         weights = jnp.exp2(s - safe[:, None])
         shrink = jnp.exp2(peak - safe)
         v = half(position, block, live, head_dim)
-        acc = acc * shrink[:, None] + _dot(weights, v, 0, terms)
+        acc = acc * shrink[:, None] + dot(weights, v, 0, terms)
         return new_peak, total * shrink + jnp.sum(weights, axis=1), acc
 
     peak = jnp.full((tiling.query_rows,), -jnp.inf, jnp.float32)
@@ -232,7 +245,7 @@ def _attend(
     some = total > 0
     safe_total = jnp.where(some, total, 1.0)
     out = acc / safe_total[:, None]
-    lse = jnp.where(some, (peak + jnp.log2(safe_total)) * _LN2, -jnp.inf)
+    lse = jnp.where(some, (peak + jnp.log2(safe_total)) * LN2, -jnp.inf)
     # An idle split writes nothing (the combine does not read it); a lone one writes its zeros.
     written = inside & ((low < high) | (tiling.num_splits == 1))
     at = (split,) if tiling.num_splits > 1 else ()
@@ -255,7 +268,7 @@ def _combine(
 ) -> None:
     """Joins the parts of `combine_items` pairs (q_pos, q_head) of one row."""
     *window_ref, out_ref, lse_ref = refs
-    window = _read("window", window_ref[0]) if window_ref else constants["window"]
+    window = read_knob("window", window_ref[0]) if window_ref else constants["window"]
     items, row = plan.combine_items, pl.program_id(1)
     num_q_heads = plan.group * plan.num_kv_heads
     kv_len, q_len = kv_lens_ref[row], q_lens_ref[row]
@@ -269,20 +282,20 @@ def _combine(
     split = jnp.arange(power_of_two(plan.tiling.num_splits), dtype=jnp.int32)[:, None]
     used = split * steps[None, :] < (end_step - first_step)[None, :]
     used &= (split < plan.tiling.num_splits) & inside[None, :]
-    index = _spread((split, query[None, :], head[None, :]))
+    index = spread((split, query[None, :], head[None, :]))
     lse = plgpu.load(
         part_lse_ref.at[index[0], row, index[1], index[2]], mask=used, other=-jnp.inf
     )  # [split, item]
     peak = jnp.max(lse, axis=0)
     safe = jnp.where(peak == -jnp.inf, 0.0, peak)
-    weights = jnp.exp2((lse - safe[None, :]) * _LOG2E)
+    weights = jnp.exp2((lse - safe[None, :]) * LOG2E)
     total = jnp.sum(weights, axis=0)
     some = total > 0
     safe_total = jnp.where(some, total, 1.0)
 
     columns = jnp.arange(plan.width, dtype=jnp.int32)
     real = columns < plan.head_dim
-    index = _spread(
+    index = spread(
         (split[:, :, None], query[None, :, None], head[None, :, None], columns[None, None, :])
     )
     part = plgpu.load(
@@ -291,34 +304,9 @@ def _combine(
         other=0.0,
     )
     out = jnp.sum(part * (weights / safe_total[None, :])[:, :, None], axis=0)  # [item, width]
-    index = _spread((query[:, None], head[:, None], columns[None, :]))
+    index = spread((query[:, None], head[:, None], columns[None, :]))
     plgpu.store(
         out_ref.at[(row, *index)], out.astype(out_ref.dtype), mask=inside[:, None] & real[None, :]
     )
-    lse = jnp.where(some, safe + jnp.log2(safe_total) * _LN2, -jnp.inf)
+    lse = jnp.where(some, safe + jnp.log2(safe_total) * LN2, -jnp.inf)
     plgpu.store(lse_ref.at[row, query, head], lse, mask=inside)
-
-
-def _read(name: str, ref: Any) -> Array:
-    """Reads a traced knob."""
-    return ref[...].astype(_KNOBS[name][1])
-
-
-def _spread(indices: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Broadcasts index arrays against each other."""
-    return tuple(jnp.broadcast_arrays(*indices))
-
-
-def _dot(a: Array, b: Array, b_axis: int, terms: int) -> Array:
-    """a[m, k] times b over its axis `b_axis`, in float32; `a` is rounded to `terms` numbers of b's dtype."""
-    # float32 pools take true float32 products: one TF32 product has 11 bits.
-    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    dims = (((1,), (b_axis,)), ((), ()))
-    products = []
-    for _ in range(terms):
-        part = a.astype(b.dtype)
-        products.append(
-            lax.dot_general(part, b, dims, precision=precision, preferred_element_type=jnp.float32)
-        )
-        a = a - part.astype(a.dtype) if terms > 1 else a
-    return functools.reduce(jnp.add, products)

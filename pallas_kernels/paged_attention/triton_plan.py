@@ -68,13 +68,15 @@ def choose_tiling(
         keys = 32 if query_rows == 64 or many_blocks else 64  # 64 in blocks of 8: sm_80 spills
         warps = 8 if query_rows == 128 else 4
     tiles = rows * layout.num_kv_heads * pl.cdiv(packed, query_rows)
+    splits = choose_splits(tiles, query_rows, pl.cdiv(max_keys, keys), head_dim)
+    return Tiling(query_rows, keys, splits, warps, num_stages=2)
+
+
+def choose_splits(tiles: int, query_rows: int, max_steps: int, head_dim: int) -> int:
+    """Returns how many programs share a tile of queries: enough to fill the chip, no more than have a step each."""
     programs = _PROGRAMS if query_rows <= 32 else _PROGRAMS // 2
-    most = min(
-        pl.cdiv(max_keys, keys), _MAX_SPLITS, 4 * _COMBINE_ELEMENTS // power_of_two(head_dim)
-    )
-    return Tiling(
-        query_rows, keys, max(1, min(pl.cdiv(programs, tiles), most)), warps, num_stages=2
-    )
+    most = min(max_steps, _MAX_SPLITS, 4 * _COMBINE_ELEMENTS // power_of_two(head_dim))
+    return max(1, min(pl.cdiv(programs, tiles), most))
 
 
 @dataclasses.dataclass(frozen=True)
