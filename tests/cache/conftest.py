@@ -12,6 +12,7 @@ _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_
 settings.register_profile(
     "ci", max_examples=2000, stateful_step_count=15, derandomize=True, **_COMMON
 )
+settings.register_profile("reuse", settings.get_profile("ci"))
 settings.register_profile("dev", max_examples=150, stateful_step_count=15, **_COMMON)
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import operator
 from collections import Counter
 from collections.abc import Callable
@@ -134,6 +135,9 @@ class ReuseMachine(RuleBasedStateMachine):
         assert self.driver.num_free + self.driver.num_cached == CROWDED.num_blocks
 
 
+_FEW = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "reuse" else 120
+
+
 class FairMachine(ReuseMachine):
     """Three tenants with quotas; the fourth namespace is another adapter of the first tenant."""
 
@@ -150,7 +154,8 @@ def test_reuse_machine_lru_matches_plain_model() -> None:
     """Field cases C1, C3, C5, D1, G8, G10, H'1, H'2, I1, I3: nothing leaks, nothing stale is found."""
     assert len({space.tenant for space in SPACES}) == 3
     ReuseMachine.outcomes.clear()
-    run_state_machine_as_test(ReuseMachine)
+    # A sequence takes half a second: as many as 2,000 are for a longer run (HYPOTHESIS_PROFILE=reuse).
+    run_state_machine_as_test(ReuseMachine, settings=settings(max_examples=_FEW))
     bits = functools.reduce(operator.or_, ReuseMachine.outcomes)
     wanted = (
         StatusBit.OUT_OF_BLOCKS | StatusBit.SLOT_IN_USE | StatusBit.NOT_ADMITTED | StatusBit.EMPTY_SLOT
@@ -163,5 +168,5 @@ def test_reuse_machine_lru_matches_plain_model() -> None:
 
 @pytest.mark.parametrize("machine", [FairMachine, CostAwareMachine])
 def test_reuse_machine_other_policies_match_plain_model(machine: type[ReuseMachine]) -> None:
-    few = settings(max_examples=max(25, settings().max_examples // 10))
+    few = settings(max_examples=_FEW // 4)
     run_state_machine_as_test(machine, settings=few)
