@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import operator
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
