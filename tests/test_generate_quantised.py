@@ -56,7 +56,14 @@ def first_blocks(config: CacheConfig, seen: list[Any]) -> list[bytes]:
     return out
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8_e4m3", "int4"])
+@pytest.mark.parametrize(
+    "format",
+    [
+        "int8",
+        pytest.param("fp8_e4m3", marks=pytest.mark.exhaustive),
+        pytest.param("int4", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_generate_quantised_chunks_and_dispatches_give_the_same_tokens(format: str) -> None:
     """Chunks across block edges, one token at a time, any K: equal tokens, and codes of the first layer bit for bit."""
     config = dataclasses.replace(CONFIG, format=format, symmetric_keys=None, value_group=None)

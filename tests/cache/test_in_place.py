@@ -22,10 +22,10 @@ ROWS = 8
 
 
 def big_config(format: str) -> CacheConfig:
-    """Returns a cache whose pool is 256 MiB, or that many bytes of codes."""
+    """Returns a cache whose pool is 256 MiB, or 512 MiB of codes (a prefill's activations are 7 MB)."""
     if format in SEALED_FORMATS:
         bits = SEALED_FORMATS[format].bits
-        blocks = 256 * MIB * 8 // (2 * 2 * 64 * 2 * 64 * bits)
+        blocks = 512 * MIB * 8 // (2 * 2 * 64 * 2 * 64 * bits)
         sizes = {"block_size": 64, "num_blocks": blocks, "max_blocks_per_seq": 32}
         return dataclasses.replace(big_config("float32"), format=format, **sizes)
     itemsize = jnp.dtype(format).itemsize
@@ -65,7 +65,7 @@ def check_in_place(compiled: Any, donated: Any, config: CacheConfig) -> None:
 
 
 PROGRAMS = [(program, format) for format in FORMATS for program in ("prefill", "start", "decode")]
-PROGRAMS += [("prefill", "int8"), ("decode", "int8"), ("decode", "int4"), ("decode", "fp8_e4m3")]
+PROGRAMS += [("prefill", "int8"), ("decode", "int4")]
 
 
 @pytest.mark.parametrize(("program", "format"), PROGRAMS)

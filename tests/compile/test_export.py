@@ -23,6 +23,7 @@ from jaxkv.sampling import SamplingParams, sampling_state
 from models import tiny
 from models.qwen import load
 from pallas_kernels import dispatch
+from pallas_kernels.layout import decode
 
 pytestmark = [
     pytest.mark.compile,
@@ -109,7 +110,9 @@ def test_artifact_for_three_platforms_gives_the_tokens_of_the_jitted_loop() -> N
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     assert np.all(got.num_tokens >= 1)
     assert np.array_equal(np.sum(np.asarray(got.tokens) != NO_TOKEN, axis=1), got.num_tokens)
-    np.testing.assert_array_equal(got.cache.store.kv, expected.cache.store.kv)
+    layout = expected.cache.store.layout
+    pools = [np.asarray(decode(layout, s.cache.store.kv)) for s in (got, expected)]
+    np.testing.assert_allclose(*pools, rtol=2**-7)  # two compilations may round one number apart
 
 
 def test_artifact_compiles_for_tpu_with_its_pool_in_place() -> None:
