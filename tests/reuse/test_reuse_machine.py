@@ -135,7 +135,7 @@ class ReuseMachine(RuleBasedStateMachine):
         assert self.driver.num_free + self.driver.num_cached == CROWDED.num_blocks
 
 
-_FEW = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "reuse" else 120
+_FEW = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "reuse" else 60
 
 
 class FairMachine(ReuseMachine):
@@ -163,7 +163,7 @@ def test_reuse_machine_lru_matches_plain_model() -> None:
     )  # fmt: skip
     assert bits & wanted == wanted, "some failure never happened"
     assert ReuseMachine.outcomes[StatusBit(0)] > ReuseMachine.outcomes.total() // 3
-    assert min(ReuseMachine.happened["hit"], ReuseMachine.happened["evicted"]) > 20
+    assert min(ReuseMachine.happened["hit"], ReuseMachine.happened["evicted"]) > 5
 
 
 @pytest.mark.parametrize("machine", [FairMachine, CostAwareMachine])
