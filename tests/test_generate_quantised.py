@@ -29,6 +29,18 @@ MODEL = fake_model()
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6], [2, 6, 4, 3]]
 
 
+_programs: dict[
+    Any, dict[Any, Any]
+] = {}  # compiled programs by config; everything else is an argument
+
+
+def generator(config: CacheConfig, chunk: int, steps: int, **options: Any) -> Generator:
+    """Returns a generator that shares its compiled programs with all tests of this module."""
+    made = Generator(MODEL, config, prefill_chunk=chunk, steps_per_dispatch=steps, **options)
+    made._programs = _programs.setdefault(config, {})
+    return made
+
+
 def run(config: CacheConfig, chunk: int, steps: int, **options: Any) -> tuple[list[Any], list[Any]]:
     """Returns the completions, and what every look of the host saw of the cache."""
     seen: list[PagedKVCache] = []
@@ -37,10 +49,8 @@ def run(config: CacheConfig, chunk: int, steps: int, **options: Any) -> tuple[li
         check_invariants(config, cache)
         seen.append(jax.tree.map(np.asarray, cache))
 
-    generator = Generator(
-        MODEL, config, prefill_chunk=chunk, steps_per_dispatch=steps, observe=observe
-    )
-    done = generator.generate(PROMPTS, max_new_tokens=12, **options)
+    made = generator(config, chunk, steps, observe=observe)
+    done = made.generate(PROMPTS, max_new_tokens=12, **options)
     return [tuple(c.tokens) for c in done], seen
 
 
@@ -89,9 +99,7 @@ def test_generate_int8_stays_near_the_dense_twin() -> None:
 
 def test_generate_quantised_samples_share_open_blocks() -> None:
     """Samples of one prompt fork its sealed and open blocks; equal greedy samples stay equal."""
-    config = dataclasses.replace(CONFIG, max_seqs=4, num_blocks=24)
-    generator = Generator(MODEL, config, prefill_chunk=7, steps_per_dispatch=5)
-    done = generator.generate(PROMPTS[:1], max_new_tokens=12, num_samples=4)
+    done = generator(CONFIG, 7, 5).generate(PROMPTS[:1], max_new_tokens=12, num_samples=4)
     assert len({tuple(c.tokens) for c in done}) == 1
-    alone = Generator(MODEL, config, prefill_chunk=7, steps_per_dispatch=5)
+    alone = generator(CONFIG, 7, 5)
     assert alone.generate(PROMPTS[:1], max_new_tokens=12)[0].tokens == done[0].tokens
