@@ -88,7 +88,9 @@ def test_generate_any_steps_per_dispatch_gives_the_same_tokens(steps: int) -> No
     assert run.stats.dispatches == 1 + 1 + decode_dispatches
 
 
-@pytest.mark.parametrize("format", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "format", ["bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)]
+)
 def test_generate_narrow_format_stays_near_the_dense_twin(format: str) -> None:
     """Tokens are equal until the twin's two best logits lie closer than the format's rounding."""
     config = dataclasses.replace(CONFIG, format=format)

@@ -151,7 +151,7 @@ def test_state_machine_random_transitions_match_plain_model() -> None:
 @pytest.mark.parametrize(
     "machine",
     [
-        Bfloat16Machine,
+        pytest.param(Bfloat16Machine, marks=pytest.mark.exhaustive),
         Int8Machine,
         Int4Machine,
         pytest.param(Float16Machine, marks=pytest.mark.exhaustive),

@@ -108,7 +108,7 @@ CALLS = {
 CHUNKS = ("int8", "fp8_e4m3", "int4")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90"])
 def test_decode_over_codes_compiles_without_spills(arch: str) -> None:
     for layout, options in CALLS.values():
         program = compile_codes(arch, layout, **options)

@@ -101,7 +101,9 @@ def check_attention(program: CudaProgram, layout: KVLayout, call: str) -> None:
             assert stats.tensor_core_ptx > 0 or layout.format.itemsize == 4
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call", ["decode", "prefill", pytest.param("speculative", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize(
     ("format", "head_dims"),
     # float16 gives bfloat16's code with another suffix: the same registers and bytes at every head_dim.
@@ -130,7 +132,7 @@ def test_sm_100_compiles_too(call: str) -> None:
         check_attention(compile_attention("sm_100", layout, call), layout, call)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90"])
 def test_block_sizes_groups_bits_and_traced_knobs_compile(arch: str) -> None:
     traced = {
         "scale": spec(dtype=jnp.float32),

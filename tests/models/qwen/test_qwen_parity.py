@@ -90,7 +90,10 @@ def test_rows_of_different_length_do_not_disturb_each_other(case_model: CaseMode
         np.testing.assert_allclose(logits[row, : lens[row]], alone[0], atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize(("store_format", "atol"), [("bfloat16", 0.25), ("float16", 0.03)])
+@pytest.mark.parametrize(
+    ("store_format", "atol"),
+    [("bfloat16", 0.25), pytest.param("float16", 0.03, marks=pytest.mark.exhaustive)],
+)
 def test_narrow_store_stays_near_float32(
     store_format: str, atol: float, case_model: CaseModel, golden: Golden
 ) -> None:
