@@ -218,14 +218,7 @@ def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> Pa
     if cache.reuse is not None:
         namespaces = cache.reuse.namespaces[source]
         reuse = prefix_reuse.set_namespaces(reuse, written, namespaces)
-    return dataclasses.replace(
-        cache,
-        pool=pool,
-        tables=tables,
-        status=_add_bits(cache, bits),
-        open_blocks=open_blocks,
-        reuse=reuse,
-    )
+    return _after(cache, bits, pool, tables, open_blocks, reuse)
 
 
 def truncate(
@@ -270,14 +263,7 @@ def truncate(
     tables = BlockTables(blocks=blocks, kv_lens=old.kv_lens.at[written].set(kv_lens, mode="drop"))
     emptied = jnp.where(kv_lens == 0, written, config.no_seq)
     reuse = prefix_reuse.set_namespaces(reuse, emptied, None)
-    return dataclasses.replace(
-        cache,
-        pool=pool,
-        tables=tables,
-        status=_add_bits(cache, bits),
-        open_blocks=open_blocks,
-        reuse=reuse,
-    )
+    return _after(cache, bits, pool, tables, open_blocks, reuse)
 
 
 def release(config: CacheConfig, cache: PagedKVCache, seq_mask: Array) -> PagedKVCache:
@@ -312,14 +298,7 @@ def release(config: CacheConfig, cache: PagedKVCache, seq_mask: Array) -> PagedK
     if open_blocks is not None:
         open_blocks = drop_open_blocks(config, open_blocks, slot, real)
     reuse = prefix_reuse.set_namespaces(reuse, jnp.where(real, slot, config.no_seq), None)
-    return dataclasses.replace(
-        cache,
-        pool=pool,
-        tables=tables,
-        status=_add_bits(cache, bits),
-        open_blocks=open_blocks,
-        reuse=reuse,
-    )
+    return _after(cache, bits, pool, tables, open_blocks, reuse)
 
 
 def clear_status(cache: PagedKVCache) -> PagedKVCache:
@@ -377,8 +356,17 @@ def slot_bits(config: CacheConfig, seq_ids: Array) -> Array:
     )
 
 
-def _add_bits(cache: PagedKVCache, bits: Array) -> Status:
-    return dataclasses.replace(cache.status, bits=cache.status.bits | bits)
+def _after(
+    cache: PagedKVCache,
+    bits: Array,
+    pool: BlockPool,
+    tables: BlockTables,
+    open_blocks: OpenBlocks | None,
+    reuse: PrefixReuse | None,
+) -> PagedKVCache:
+    """Returns the cache with its ownership replaced and the bits added; its bytes stay."""
+    status = dataclasses.replace(cache.status, bits=cache.status.bits | bits)
+    return PagedKVCache(pool, tables, cache.store, status, open_blocks, reuse)
 
 
 def _shared_tails(

@@ -292,11 +292,11 @@ def unseal(layout: SealedLayout, blocks: SealedBlocks) -> tuple[Array, Array]:
     elif codes.dtype == jnp.uint8:
         codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     codes = codes.astype(jnp.float32)
-    affine = _from_bits(blocks.key_affine).reshape(*lead, -1, heads, 1, dim)
+    affine = bfloat16_values(blocks.key_affine).reshape(*lead, -1, heads, 1, dim)
     scale = affine[..., 0, :, :, :]
     keys = codes[..., :dim]
     keys = keys * scale if layout.symmetric_keys else (keys + 0.5) * scale + affine[..., 1, :, :, :]
-    scales = _from_bits(blocks.value_affine).reshape(*lead, -1, heads, tokens)
+    scales = bfloat16_values(blocks.value_affine).reshape(*lead, -1, heads, tokens)
     scales = jnp.moveaxis(scales, -3, -1)[..., None]  # [..., kv_head, token, group, 1]
     values = codes[..., dim:].reshape(*lead, heads, tokens, -1, layout.value_group) * scales
     return keys, values.reshape(keys.shape)
@@ -306,7 +306,7 @@ def _to_bits(x: Array, dtype: np.dtype) -> Array:
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _from_bits(x: Array) -> Array:
+def bfloat16_values(x: Array) -> Array:
     """Returns bfloat16 numbers, or their bits, as float32."""
     x = jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
     return x.astype(jnp.float32)

@@ -33,7 +33,7 @@ from pallas_kernels.paged_attention.tpu_kernel import (
     run,
 )
 from pallas_kernels.paged_attention.tpu_plan import Plan
-from pallas_kernels.sealed import SealedLayout
+from pallas_kernels.sealed import SealedLayout, bfloat16_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class CodeChunks:
     def _key_rows(self, slot: Array, row: int, head: int) -> Array:
         """Returns f32[block, 1, key_width] of K's affine row of one head of a chunk, zero past head_dim."""
         dim, width = self.plan.head_dim, self.plan.key_width
-        x = _float32(self.buffers[1][slot, :, row : row + 1, head * dim : (head + 1) * dim])
+        x = bfloat16_values(self.buffers[1][slot, :, row : row + 1, head * dim : (head + 1) * dim])
         if width == dim:
             return x
         return jnp.concatenate([x, jnp.zeros((*x.shape[:2], width - dim), jnp.float32)], axis=2)
@@ -157,15 +157,8 @@ class CodeChunks:
         """Returns f32[1, key]: V's scales of one group and head, token by token of the chunk."""
         size = self.plan.block_size
         lanes = slice(head * size, (head + 1) * size)
-        rows = _float32(self.buffers[2][slot, :, group : group + 1, lanes])
+        rows = bfloat16_values(self.buffers[2][slot, :, group : group + 1, lanes])
         return jnp.concatenate(list(rows), axis=1)
-
-
-def _float32(x: Array) -> Array:
-    """Returns bfloat16 numbers, or their bits, as float32."""
-    return (lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x).astype(
-        jnp.float32
-    )
 
 
 def code_kernel(

@@ -64,8 +64,13 @@ def check_in_place(compiled: Any, donated: Any, config: CacheConfig) -> None:
     assert memory.temp_size_in_bytes <= 0.02 * config.layout.nbytes
 
 
-PROGRAMS = [(program, format) for format in FORMATS for program in ("prefill", "start", "decode")]
+PROGRAMS: list[Any] = [
+    (program, format) for format in FORMATS for program in ("prefill", "start", "decode")
+]
 PROGRAMS += [("prefill", "int8"), ("decode", "int4")]
+PROGRAMS += [
+    pytest.param("decode", format, marks=pytest.mark.exhaustive) for format in ("int8", "fp8_e4m3")
+]
 
 
 @pytest.mark.parametrize(("program", "format"), PROGRAMS)

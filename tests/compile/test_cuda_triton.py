@@ -107,8 +107,13 @@ def check_attention(program: CudaProgram, layout: KVLayout, call: str) -> None:
 @pytest.mark.parametrize(
     ("format", "head_dims"),
     # float16 gives bfloat16's code with another suffix: the same registers and bytes at every head_dim.
-    [("bfloat16", HEAD_DIMS), ("float16", (80, 256)), ("float32", (80, 128))],
-    ids=("bfloat16", "float16", "float32"),
+    [
+        ("bfloat16", HEAD_DIMS),
+        ("float16", (80, 256)),
+        ("float32", (80, 128)),
+        pytest.param("float32", HEAD_DIMS, marks=pytest.mark.exhaustive),
+    ],
+    ids=("bfloat16", "float16", "float32", "float32_every"),
 )
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90"])
 def test_every_head_dim_compiles_without_spills(
