@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -240,12 +242,9 @@ def test_warm_up_compiles_what_there_will_be() -> None:
         assert engine.warm_up() == engine.shapes.num_programs == 4
 
 
-def test_many_random_requests_leave_nothing_behind(engine: Engine) -> None:
-    """Field case P: aborts, a tiny pool, mixed lengths; all end for a stated reason, blocks and arrays are flat."""
-    rng = np.random.default_rng(6)
-    engine.warm_up()
-    arrays = len(jax.live_arrays())
-    compiles, total, handles = engine.stats.num_compiles, 250, []
+def _serve_random(engine: Engine, total: int, rng: np.random.Generator) -> list[Any]:
+    """Submits, steps and aborts at random until `total` requests have ended; returns why they did."""
+    handles: list[Any] = []
     while len(handles) < total or not engine.idle:
         for _ in range(int(rng.integers(4))):
             if len(handles) < total:
@@ -253,10 +252,28 @@ def test_many_random_requests_leave_nothing_behind(engine: Engine) -> None:
         engine.step()
         if rng.random() < 0.1 and engine.handles:
             engine.abort(engine.handles[int(rng.integers(len(engine.handles)))])
-    reasons = [output.finish_reason for handle in handles for output in handle.outputs]
+    return [output.finish_reason for handle in handles for output in handle.outputs]
+
+
+@pytest.mark.parametrize("total", [250, pytest.param(2000, marks=pytest.mark.exhaustive)])
+def test_many_random_requests_leave_nothing_behind(engine: Engine, total: int) -> None:
+    """Field case P: aborts, a tiny pool, mixed lengths; all end for a stated reason, blocks and memory are flat."""
+    rng = np.random.default_rng(6)
+    engine.warm_up()
+    _serve_random(engine, 50, rng)
+    assert_all_blocks_are_back(engine)
+    arrays, compiles = len(jax.live_arrays()), engine.stats.num_compiles
+    pages = resident_bytes()
+    reasons = _serve_random(engine, total, rng)
     assert set(reasons) == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
     assert_all_blocks_are_back(engine)
     assert engine.stats.num_compiles == compiles
     assert len(jax.live_arrays()) == arrays
+    assert resident_bytes() - pages < 8 * 2**20
     if engine.shapes.draft_len:
         assert 0 < engine.stats.num_accepted <= engine.stats.num_drafted
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
