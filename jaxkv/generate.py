@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from jaxkv.ledger import fragmentation
 from jaxkv.model import DecoderModel
 from jaxkv.sampling import SamplingParams, sampling_state
 from jaxkv.status import CapacityError, StatusBit
+
+State = TypeVar("State")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Generator:
         self.observe = observe
         self.stats = RunStats()
         self._vocab = decode_loop.vocab_size(config, model)
-        self._programs: dict[Any, Callable[..., DecodeState]] = {}
+        self._programs: dict[Any, Callable[..., Any]] = {}
 
     def generate(
         self,
@@ -288,8 +290,8 @@ class Generator:
         return state
 
     def _timed(
-        self, clock: str, step: Callable[..., DecodeState], state: DecodeState, *args: jax.Array
-    ) -> DecodeState:
+        self, clock: str, step: Callable[..., State], state: State, *args: jax.Array
+    ) -> State:
         """Runs one compiled step and books its time; compiles it the first time it sees these shapes."""
         key = (
             step,
