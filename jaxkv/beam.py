@@ -198,9 +198,9 @@ def beam_search(
       max_new_tokens: at least 1; the end token counts.
       eos_token_ids: ids that end a hypothesis.
       length_penalty: a hypothesis of n tokens is rated by its score / n ** length_penalty.
-      early_stopping: when the search of a prompt ends. True: as soon as num_beams hypotheses are finished. False: when besides
-        the best beam, if it ended now, would not be among them. "never": when the best beam can get no better than
-        all of them at any length, if log-probabilities are at most 0.
+      early_stopping: when the search of a prompt ends, once num_beams hypotheses are finished. True: at once. False: when the
+        best beam, if it ended now, would not be among them. "never": when the best beam can get no better than them
+        at any length (log-probabilities are at most 0).
       num_return: hypotheses to return of each prompt, at most num_beams.
       prefill_chunk, steps_per_dispatch: see `Generator`.
 

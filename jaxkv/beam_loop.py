@@ -184,30 +184,25 @@ def _advance(config: CacheConfig, state: BeamState, logits: Array, served: Array
     num_prompts, num_beams = state.scores.shape
     logits = logits[: num_prompts * num_beams].reshape(num_prompts, num_beams, -1)
     finite = jnp.all(~jnp.isnan(logits), axis=-1) & jnp.any(jnp.isfinite(logits), axis=-1)
-    alive = state.active[:, None] & (state.scores > -jnp.inf)
-    broken = alive & ~finite & served
+    broken = state.active[:, None] & (state.scores > -jnp.inf) & ~finite & served
     going = state.active & served & ~jnp.any(broken)
     found = _best_continuations(state, logits.astype(jnp.float32))
     scores, tokens, parents, chosen = _next_beams(state, found)
     finished_scores, finished_tokens = _finish(state, found)
     active = _may_improve(state, found, scores, finished_scores)
-
-    slot = (jnp.arange(num_prompts, dtype=jnp.int32) * num_beams)[:, None] + parents
     keeps = active[:, None] & (scores > -jnp.inf)
-    source = jnp.where(keeps, slot, config.no_seq)
-    own = jnp.arange(config.max_seqs, dtype=jnp.int32)
-    going_slots = _of_slots(config, jnp.broadcast_to(going[:, None], alive.shape), False)
-    source = jnp.where(going_slots, _of_slots(config, source, config.no_seq), own)
-    run = dataclasses.replace(
-        state.run,
-        cache=reorder(config, state.run.cache, source),
-        last_token=jnp.where(going_slots, _of_slots(config, chosen, 0), state.run.last_token),
-        not_finite=state.run.not_finite | _of_slots(config, broken, False),
-    )
+    source = _sources(config, jnp.where(keeps, parents, num_beams), going)
 
     def kept(new: Array, old: Array) -> Array:
         return jnp.where(going.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
+    last = _of_slots(config, kept(chosen, _of_beams(state, state.run.last_token)), 0)
+    run = dataclasses.replace(
+        state.run,
+        cache=reorder(config, state.run.cache, source),
+        last_token=last,
+        not_finite=state.run.not_finite | _of_slots(config, broken, False),
+    )
     return dataclasses.replace(
         state,
         run=run,
@@ -218,6 +213,22 @@ def _advance(config: CacheConfig, state: BeamState, logits: Array, served: Array
         active=kept(active, state.active),
         num_steps=state.num_steps + jnp.any(going),
     )
+
+
+def _sources(config: CacheConfig, parents: Array, going: Array) -> Array:
+    """Returns i32[slot], whose sequence every slot takes over, for `reorder`.
+
+    Args:
+      config: the cache's config.
+      parents: i32[prompt, beam], num_beams for a beam that does not exist any more.
+      going: bool[prompt]; the slots of other prompts, and those that are no beams, keep what they hold.
+    """
+    num_prompts, num_beams = parents.shape
+    first = jnp.arange(num_prompts, dtype=jnp.int32)[:, None] * num_beams
+    source = jnp.where(parents < num_beams, first + parents, config.no_seq)
+    own = jnp.arange(config.max_seqs, dtype=jnp.int32)
+    source = jnp.where(going[:, None], source, first + jnp.arange(num_beams, dtype=jnp.int32)[None])
+    return own.at[: source.size].set(source.reshape(-1))
 
 
 def _best_continuations(state: BeamState, logits: Array) -> _Candidates:
@@ -292,6 +303,11 @@ def _continued(state: BeamState, parents: Array, tokens: Array) -> Array:
     buffers = jnp.take_along_axis(state.tokens, parents[..., None], axis=1)
     column = jnp.arange(buffers.shape[2])[None, None, :]
     return jnp.where(column == state.num_steps, tokens[..., None], buffers)
+
+
+def _of_beams(state: BeamState, x: Array) -> Array:
+    """Returns [prompt, beam] of [slot]; inverse of `_of_slots`."""
+    return x[: state.scores.size].reshape(state.scores.shape)
 
 
 def _of_slots(config: CacheConfig, x: Array, fill: Array | int | bool) -> Array:

@@ -85,7 +85,7 @@ _programs: dict[Any, dict[Any, Any]] = {}
 def searcher(config: CacheConfig, model: Any, eos: Sequence[int] = (), **options: Any) -> Any:
     """Returns a searcher that shares its compiled programs with all tests, and checks the cache at every look."""
     options = {"prefill_chunk": 8, "observe": functools.partial(check_invariants, config)} | options
-    made = BeamSearcher(model, config, eos_token_ids=eos, **options)
+    made = BeamSearcher(model, config, eos_token_ids=eos, compiler_options=FAST_COMPILE, **options)
     made._programs = _programs.setdefault((config, jax.tree.structure(model)), {})
     return made
 
@@ -127,6 +127,7 @@ def test_beam_search_over_a_model_matches_the_oracle(steps: int) -> None:
         assert got.copied_bytes == got.copied_blocks * CONFIG.layout.nbytes // CONFIG.num_blocks
         assert sum(copies) > 3
         assert run.stats.used_blocks == 0
+    assert len(run._programs) == 3, "prefill, start and steps are traced once each"
 
 
 def test_beam_search_hypotheses_do_not_depend_on_the_other_prompts() -> None:
