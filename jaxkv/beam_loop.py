@@ -97,8 +97,7 @@ def init_beams(
         scores=jnp.broadcast_to(jnp.where(first, 0.0, -jnp.inf), shape),
         tokens=none,
         finished_scores=jnp.full(shape, -jnp.inf, jnp.float32),
-        finished_tokens=none
-        + 0,  # an array of its own: one array in two leaves could not be donated
+        finished_tokens=jnp.copy(none),  # one array in two leaves could not be donated
         active=jnp.ones(num_prompts, jnp.bool_),
         num_steps=jnp.int32(0),
         length_penalty=jnp.float32(length_penalty),
