@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxkv.beam import BeamResult, Hypothesis, beam_search
     from jaxkv.block_pool import BlockPool
     from jaxkv.block_table import BlockTables
     from jaxkv.cache import (
@@ -25,17 +26,20 @@ if TYPE_CHECKING:
     from jaxkv.config import CacheConfig
     from jaxkv.invariants import check_invariants
     from jaxkv.model import DecoderModel
+    from jaxkv.permute import reorder
     from jaxkv.profile import MemoryProfile, memory_profile
     from jaxkv.status import CapacityError, Status, StatusBit, TransitionError
     from pallas_kernels.layout import BatchView, KVFormat, KVLayout, KVStore
 
 __all__ = [
     "BatchView",
+    "BeamResult",
     "BlockPool",
     "BlockTables",
     "CacheConfig",
     "CapacityError",
     "DecoderModel",
+    "Hypothesis",
     "KVFormat",
     "KVLayout",
     "KVStore",
@@ -44,6 +48,7 @@ __all__ = [
     "Status",
     "StatusBit",
     "TransitionError",
+    "beam_search",
     "check_invariants",
     "clear_status",
     "fork",
@@ -51,11 +56,13 @@ __all__ = [
     "memory_profile",
     "raise_for_status",
     "release",
+    "reorder",
     "reserve",
     "truncate",
 ]
 
 _MODULES = {
+    "jaxkv.beam": ("BeamResult", "Hypothesis", "beam_search"),
     "jaxkv.block_pool": ("BlockPool",),
     "jaxkv.block_table": ("BlockTables",),
     "jaxkv.cache": (
@@ -65,6 +72,7 @@ _MODULES = {
     "jaxkv.config": ("CacheConfig",),
     "jaxkv.invariants": ("check_invariants",),
     "jaxkv.model": ("DecoderModel",),
+    "jaxkv.permute": ("reorder",),
     "jaxkv.profile": ("MemoryProfile", "memory_profile"),
     "jaxkv.status": ("CapacityError", "Status", "StatusBit", "TransitionError"),
     "pallas_kernels.layout": ("BatchView", "KVFormat", "KVLayout", "KVStore"),

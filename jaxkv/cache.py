@@ -9,14 +9,14 @@ Invariants (`check_invariants` tests them on the host):
   * free and live blocks partition the pool, the free stack has no duplicates;
   * tables hold ceil(kv_len / block_size) blocks and NO_BLOCK beyond;
   * nobody writes a block with ref > 1: `reserve` copies a shared open block before it hands it out;
-  * quantised formats: what has been sealed is never written again (see `open_block`).
+  * quantised formats: what has been sealed is never written again (see `open_block`);
+  * with `scrub_on_free` every free block is all zero (see `scrub`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,8 @@ from jaxkv.access_log import tick
 from jaxkv.block_pool import BlockPool, init_pool
 from jaxkv.block_table import BlockTables, blocks_held, fold_entries, init_tables
 from jaxkv.config import CacheConfig
-from jaxkv.kv_store import Store, copy_pairs, init_store
+from jaxkv.copy_on_write import copy_shared, shared_tails
+from jaxkv.kv_store import Store, init_store
 from jaxkv.open_block import (
     OpenBlocks,
     can_truncate,
@@ -35,12 +36,11 @@ from jaxkv.open_block import (
     fork_open_blocks,
     init_open_blocks,
     truncate_open_blocks,
-    write_open_blocks,
-    writers_that_copy,
 )
 from jaxkv.reuse import PrefixReuse
+from jaxkv.scrub import scrub_freed, scrub_freed_open
 from jaxkv.status import CapacityError, Status, StatusBit, TransitionError, flag, ok_status
-from pallas_kernels.layout import BatchView, KVStore
+from pallas_kernels.layout import BatchView
 
 Array = jax.Array
 
@@ -116,7 +116,7 @@ def reserve(
     asked = jnp.where(real, q_lens, 0)
     held = blocks_held(config, old_lens)
     num_new = blocks_held(config, old_lens + asked) - held
-    tail, copies = _shared_tails(config, cache, slot, old_lens, asked)
+    tail, copies = shared_tails(config, cache, slot, old_lens, asked)
     need = jnp.sum(num_new) + jnp.sum(copies)
     reuse, shares = cache.reuse, None
     if reuse is not None:
@@ -134,13 +134,15 @@ def reserve(
     width = -(-query_len // config.block_size) + 1  # a copy of the open block, then new blocks
     shortage = jnp.where(bits == 0, need - cache.pool.num_free, 0)
     pool, reuse = prefix_reuse.make_room(config, cache.pool, reuse, shares, shortage)
+    scrubbed = scrub_freed(config, cache.store, cache.pool.num_free, pool)
+    cache = dataclasses.replace(cache, store=scrubbed)
     pool, ids = block_pool.take(pool, copies + num_new, width)
     reuse = prefix_reuse.begin(config, reuse, slot, ids)
     in_place = jnp.where(copies > 0, config.no_block, tail)
     reuse = prefix_reuse.forget(config, reuse, jnp.where(bits == 0, in_place, config.no_block))
     copy_to = jnp.where(copies > 0, ids[:, 0], config.no_block)
     pool = block_pool.drop(pool, jnp.where(copies > 0, tail, config.no_block))
-    store, open_blocks = _copy_on_write(config, cache, (slot, old_lens, asked), tail, copy_to)
+    store, open_blocks = copy_shared(config, cache, (slot, old_lens, asked), tail, copy_to)
 
     column = (held - copies)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     row = jnp.where(ids < config.no_block, slot[:, None], config.no_seq)
@@ -171,8 +173,8 @@ def reserve(
 def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> PagedKVCache:
     """Makes slot dst[i] a second owner of everything slot src[i] holds; copies no bytes.
 
-    All pairs read the state before the call, so a permutation of slots (beam reordering) is one call.  A
-    dst in use is released first; a slot may be both src and dst.
+    All pairs read the state before the call.  A dst in use is released first; a slot may be both src and dst.
+    `reorder` does it for all slots at once.
 
     Args:
       config: the cache's config.
@@ -191,34 +193,13 @@ def fork(config: CacheConfig, cache: PagedKVCache, src: Array, dst: Array) -> Pa
     src, dst = check_rows(("src", src), ("dst", dst))
     real, target = slots(config, dst)
     source = jnp.clip(src, 0, config.max_seqs - 1)
-    old = cache.tables
-    source_lens = old.kv_lens[source]
+    source_lens = cache.tables.kv_lens[source]
     bits = (
         slot_bits(config, dst)
         | flag(StatusBit.INVALID_SEQ, jnp.any(real & (src != source)))
         | flag(StatusBit.EMPTY_SLOT, jnp.any(real & (src == source) & (source_lens == 0)))
     )
-    real &= bits == 0
-
-    def share_chunk(pool: BlockPool, _row: Array, _column: Array, ids: Array) -> BlockPool:
-        return block_pool.share(pool, ids)
-
-    first = jnp.zeros_like(target)
-    shared = jnp.where(real, blocks_held(config, source_lens), 0)
-    pool = fold_entries(config, old.blocks[source], first, shared, share_chunk, cache.pool)
-    pool, reuse, blocks = _give_back(config, (pool, cache.reuse), old, target, first, real)
-    written = jnp.where(real, target, config.no_seq)
-    tables = BlockTables(
-        blocks=blocks.at[written].set(old.blocks[source], mode="drop"),
-        kv_lens=old.kv_lens.at[written].set(source_lens, mode="drop"),
-    )
-    open_blocks = cache.open_blocks
-    if open_blocks is not None:
-        open_blocks = fork_open_blocks(config, open_blocks, source, target, real)
-    if cache.reuse is not None:
-        namespaces = cache.reuse.namespaces[source]
-        reuse = prefix_reuse.set_namespaces(reuse, written, namespaces)
-    return _after(cache, bits, pool, tables, open_blocks, reuse)
+    return share_slots(config, cache, bits, jnp.where(real, source, config.no_seq), target, real)
 
 
 def truncate(
@@ -263,7 +244,7 @@ def truncate(
     tables = BlockTables(blocks=blocks, kv_lens=old.kv_lens.at[written].set(kv_lens, mode="drop"))
     emptied = jnp.where(kv_lens == 0, written, config.no_seq)
     reuse = prefix_reuse.set_namespaces(reuse, emptied, None)
-    return _after(cache, bits, pool, tables, open_blocks, reuse)
+    return _after(config, cache, bits, pool, tables, open_blocks, reuse)
 
 
 def release(config: CacheConfig, cache: PagedKVCache, seq_mask: Array) -> PagedKVCache:
@@ -298,7 +279,7 @@ def release(config: CacheConfig, cache: PagedKVCache, seq_mask: Array) -> PagedK
     if open_blocks is not None:
         open_blocks = drop_open_blocks(config, open_blocks, slot, real)
     reuse = prefix_reuse.set_namespaces(reuse, jnp.where(real, slot, config.no_seq), None)
-    return _after(cache, bits, pool, tables, open_blocks, reuse)
+    return _after(config, cache, bits, pool, tables, open_blocks, reuse)
 
 
 def clear_status(cache: PagedKVCache) -> PagedKVCache:
@@ -356,7 +337,56 @@ def slot_bits(config: CacheConfig, seq_ids: Array) -> Array:
     )
 
 
+def share_slots(
+    config: CacheConfig,
+    cache: PagedKVCache,
+    bits: Array,
+    source: Array,
+    target: Array,
+    real: Array,
+) -> PagedKVCache:
+    """Makes each real target[row] hold what source[row] held before the call; copies no bytes.
+
+    Args:
+      config: the cache's config.
+      cache: the cache.
+      bits: i32[], what is wrong with the call; if anything is, only `status` changes.
+      source: i32[row], slots; `config.no_seq`, or a slot that holds nothing, empties the target.
+      target: i32[row], slots, none twice among the real ones.
+      real: bool[row].
+
+    Returns:
+      The cache.
+    """
+    real &= bits == 0
+    some, safe = slots(config, source)
+    old = cache.tables
+    lens = jnp.where(some, old.kv_lens[safe], 0)
+    blocks = jnp.where(some[:, None], old.blocks[safe], config.no_block)
+
+    def share_chunk(pool: BlockPool, _row: Array, _column: Array, ids: Array) -> BlockPool:
+        return block_pool.share(pool, ids)
+
+    first = jnp.zeros_like(target)
+    shared = jnp.where(real, blocks_held(config, lens), 0)
+    pool = fold_entries(config, blocks, first, shared, share_chunk, cache.pool)
+    pool, reuse, kept = _give_back(config, (pool, cache.reuse), old, target, first, real)
+    written = jnp.where(real, target, config.no_seq)
+    tables = BlockTables(
+        blocks=kept.at[written].set(blocks, mode="drop"),
+        kv_lens=old.kv_lens.at[written].set(lens, mode="drop"),
+    )
+    open_blocks = cache.open_blocks
+    if open_blocks is not None:
+        open_blocks = fork_open_blocks(config, open_blocks, source, target, real)
+    if cache.reuse is not None:
+        namespaces = jnp.where(some[:, None], cache.reuse.namespaces[safe], 0)
+        reuse = prefix_reuse.set_namespaces(reuse, written, namespaces)
+    return _after(config, cache, bits, pool, tables, open_blocks, reuse)
+
+
 def _after(
+    config: CacheConfig,
     cache: PagedKVCache,
     bits: Array,
     pool: BlockPool,
@@ -364,56 +394,14 @@ def _after(
     open_blocks: OpenBlocks | None,
     reuse: PrefixReuse | None,
 ) -> PagedKVCache:
-    """Returns the cache with its ownership replaced and the bits added; its bytes stay."""
+    """Returns the cache with its ownership replaced and the bits added; only what was freed may be scrubbed.
+
+    REQUIRES: blocks were freed, none was taken.
+    """
     status = dataclasses.replace(cache.status, bits=cache.status.bits | bits)
-    return PagedKVCache(pool, tables, cache.store, status, open_blocks, reuse)
-
-
-def _shared_tails(
-    config: CacheConfig, cache: PagedKVCache, slot: Array, old_lens: Array, asked: Array
-) -> tuple[Array, Array]:
-    """Finds the open block of each writing row, and which rows must copy it first.
-
-    Of the rows that write into one block with ref k, the first k - 1 copy; if all owners write, the last
-    keeps the original.
-
-    Returns:
-      tail i32[row] (NO_BLOCK where the row writes into no open block), copies i32[row] of 0 or 1.
-    """
-    into_open = (asked > 0) & (old_lens % config.block_size != 0)
-    tail = cache.tables.blocks[slot, old_lens // config.block_size]
-    tail = jnp.where(into_open, tail, config.no_block)
-    copies = writers_that_copy(tail, into_open, cache.pool.ref_counts)
-    return tail, copies.astype(jnp.int32)
-
-
-def _copy_on_write(
-    config: CacheConfig,
-    cache: PagedKVCache,
-    rows: tuple[Array, Array, Array],
-    tail: Array,
-    copy_to: Array,
-) -> tuple[Store, OpenBlocks | None]:
-    """Copies the bytes of shared open blocks to where their writers go on.
-
-    Args:
-      config: the cache's config.
-      cache: the cache before.
-      rows: (slot, old_lens, asked), i32[row] each.
-      tail, copy_to: i32[row] ids of the pool's blocks; NO_BLOCK in `copy_to` where nothing is copied.
-
-    Returns:
-      The store, and the open blocks (None if the format has none).
-    """
-    store = cache.store
-    if isinstance(store, KVStore) or cache.open_blocks is None:
-        return copy_pairs(cast(KVStore, store), tail, copy_to), None
-    open_blocks, src, dst = write_open_blocks(config, cache.open_blocks, *rows)
-    wide = None if store.wide is None else copy_pairs(store.wide, tail, copy_to)
-    return (
-        dataclasses.replace(store, open=copy_pairs(store.open, src, dst), wide=wide),
-        open_blocks,
-    )
+    store = scrub_freed(config, cache.store, cache.pool.num_free, pool)
+    store = scrub_freed_open(config, store, cache.open_blocks, open_blocks)
+    return PagedKVCache(pool, tables, store, status, open_blocks, reuse)
 
 
 def _give_back(

@@ -161,6 +161,13 @@ def generate(
     num_samples: Annotated[
         int, typer.Option(help="Sequences per prompt; they share its blocks.")
     ] = 1,
+    beams: Annotated[
+        int | None,
+        typer.Option(
+            show_default="no beam search",
+            help="Search with this many beams per prompt; --num-samples of the best are written.",
+        ),
+    ] = None,
     chat: Annotated[
         bool,
         typer.Option("--chat/--no-chat", help="Put each prompt into the model's chat template."),
@@ -195,6 +202,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         sampling=SamplingParams(temperature, top_k, top_p, min_p, seed),
         num_samples=num_samples,
+        num_beams=beams,
         chat=chat,
         kv_format=kv_format,
         block_size=block_size,
@@ -221,7 +229,7 @@ def _run(request: Request, platform: str, *, as_json: bool, echo: bool) -> list[
         completions = cli_generate.collect(request)
         cli_generate.write_json(request, completions, platform)
         return completions
-    if request.generator.config.max_seqs == 1:
+    if request.generator.config.max_seqs == 1 and request.options.num_beams is None:
         return cli_generate.stream_text(request, echo=echo)
     completions = cli_generate.collect(request)
     cli_generate.write_labelled(request, completions)

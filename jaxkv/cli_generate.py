@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxkv import ledger
+from jaxkv.beam import BeamSearcher
 from jaxkv.cache import PagedKVCache
 from jaxkv.cli_report import open_bytes
 from jaxkv.cli_terminal import format_bytes, spinner, stderr
@@ -63,7 +64,8 @@ class RunOptions:
     Attributes:
       max_new_tokens: per sequence; None means 128, or what the model's context leaves.
       sampling: for all prompts.
-      num_samples: sequences per prompt.
+      num_samples: sequences per prompt; with beams the best of them.
+      num_beams: beams per prompt; None means no beam search.
       chat: put prompts into the tokenizer's chat template.
       kv_format, block_size, num_blocks: the pool; block_size None means the format's own, num_blocks None enough
         for the request.
@@ -74,6 +76,7 @@ class RunOptions:
     max_new_tokens: int | None = None
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     num_samples: int = 1
+    num_beams: int | None = None
     chat: bool = False
     kv_format: str = "float32"
     block_size: int | None = None
@@ -94,7 +97,15 @@ class Request:
     options: RunOptions
 
     def stream(self) -> Iterator[NewTokens | Completion]:
-        """Starts the run."""
+        """Starts the run; a beam search yields its hypotheses when it is done."""
+        if isinstance(self.generator, BeamSearcher):
+            found = self.generator.search(
+                self.prompts,
+                num_beams=self.options.num_beams or 1,
+                max_new_tokens=self.max_new_tokens,
+                num_return=self.options.num_samples,
+            )
+            return itertools.chain.from_iterable(found.hypotheses)
         return self.generator.stream(
             self.prompts,
             max_new_tokens=self.max_new_tokens,
@@ -174,6 +185,7 @@ def prepare(
     Raises:
       ValueError: a prompt or an option that does not fit the model; no tokenizer; a pool larger than memory.
     """
+    check_beams(options)
     if loaded.tokenizer is None:
         raise ValueError("model: expected a tokenizer.json beside the weights, got none")
     prompts = _encode(loaded.tokenizer, texts, options.chat)
@@ -186,7 +198,8 @@ def prepare(
     max_new = _new_tokens(loaded.config, longest, options.max_new_tokens)
     config = cache_config(loaded.config, [len(prompt) for prompt in prompts], max_new, options)
     chunk = options.prefill_chunk
-    generator = Generator(
+    make = Generator if options.num_beams is None else BeamSearcher
+    generator = make(
         loaded.model,
         config,
         eos_token_ids=loaded.eos_token_ids,
@@ -195,6 +208,28 @@ def prepare(
         observe=observe,
     )
     return Request(texts, prompts, loaded.tokenizer, generator, max_new, options)
+
+
+def check_beams(options: RunOptions) -> None:
+    """Checks that a beam search is asked for nothing that only sampling knows.
+
+    Raises:
+      ValueError: it is, or for more hypotheses than beams.
+    """
+    if options.num_beams is None:
+        return
+    for field in dataclasses.fields(SamplingParams):
+        given = getattr(options.sampling, field.name)
+        if given != field.default:
+            raise ValueError(
+                f"{field.name}: expected no sampling option with beams, which draw nothing, got {given}"
+            )
+    if options.num_beams < 1:
+        raise ValueError(f"beams: expected at least 1, got {options.num_beams}")
+    if options.num_samples > options.num_beams:
+        raise ValueError(
+            f"num_samples: expected at most the {options.num_beams} of beams, got {options.num_samples}"
+        )
 
 
 def _new_tokens(model_config: Any, longest: int, asked: int | None) -> int:
@@ -217,7 +252,7 @@ def cache_config(
 ) -> CacheConfig:
     """Returns a cache in which every sequence of the request fits, with just enough blocks by default.
 
-    The last token of a sequence is never fed back, so it takes no slot; samples of one prompt share its
+    The last token of a sequence is never fed back, so it takes no slot; samples (or beams) of one prompt share its
     full blocks and own everything after.
 
     Raises:
@@ -227,6 +262,7 @@ def cache_config(
     size = default_block_size(options.kv_format) if size is None else size
     ledger.check_count("block_size", size, 1)
     samples = ledger.check_count("num_samples", options.num_samples, 1)
+    samples = samples if options.num_beams is None else options.num_beams
     needed = 0
     for length in prompt_lens:
         shared = length // size if samples > 1 else 0

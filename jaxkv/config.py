@@ -33,6 +33,7 @@ class CacheConfig:
       value_group: quantised formats: channels of V that share a scale.  None means: all of a head, for int4 32
         where head_dim is a multiple of it.
       num_wide_layers: quantised formats: that many first and last layers stay in `open_format`.
+      scrub_on_free: the transition that frees a block zeroes it, all layers, before anybody can get it (see `scrub`).
 
     Raises:
       ValueError: a size is not a positive integer, does not fit int32, a format is unknown, or an option does not fit
@@ -52,6 +53,7 @@ class CacheConfig:
     symmetric_keys: bool | None = None
     value_group: int | None = None
     num_wide_layers: int = 0
+    scrub_on_free: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -70,6 +72,8 @@ class CacheConfig:
         if self.format not in FORMATS and self.format not in SEALED_FORMATS:
             known = sorted([*FORMATS, *SEALED_FORMATS])
             raise ValueError(f"format: expected one of {known}, got {self.format!r}")
+        if not isinstance(self.scrub_on_free, bool):
+            raise ValueError(f"scrub_on_free: expected True or False, got {self.scrub_on_free!r}")
         kv_format(self.open_format)
         if self.as_bits is None:
             object.__setattr__(self, "as_bits", jax.default_backend() == "cpu")

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from jaxkv.ledger import fragmentation
 from jaxkv.model import DecoderModel
 from jaxkv.sampling import SamplingParams, sampling_state
 from jaxkv.status import CapacityError, StatusBit
+
+State = TypeVar("State")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Generator:
       steps_per_dispatch: decode steps between two looks of the host.
       observe: called with the cache at every look, after `stats` is up to date; the next dispatch donates
         the cache, so whatever it wants to keep it must fetch.
+      compiler_options: for XLA, in every program it compiles; None: its own.
 
     Raises:
       ValueError: a size is not positive.
@@ -101,6 +104,7 @@ class Generator:
         prefill_chunk: int = 64,
         steps_per_dispatch: int = 16,
         observe: Callable[[PagedKVCache], None] | None = None,
+        compiler_options: dict[str, Any] | None = None,
     ) -> None:
         for name, value in (
             ("prefill_chunk", prefill_chunk),
@@ -114,9 +118,10 @@ class Generator:
         self.prefill_chunk = prefill_chunk
         self.steps_per_dispatch = steps_per_dispatch
         self.observe = observe
+        self.compiler_options = compiler_options
         self.stats = RunStats()
         self._vocab = decode_loop.vocab_size(config, model)
-        self._programs: dict[Any, Callable[..., DecodeState]] = {}
+        self._programs: dict[Any, Callable[..., Any]] = {}
 
     def generate(
         self,
@@ -288,8 +293,8 @@ class Generator:
         return state
 
     def _timed(
-        self, clock: str, step: Callable[..., DecodeState], state: DecodeState, *args: jax.Array
-    ) -> DecodeState:
+        self, clock: str, step: Callable[..., State], state: State, *args: jax.Array
+    ) -> State:
         """Runs one compiled step and books its time; compiles it the first time it sees these shapes."""
         key = (
             step,
@@ -299,7 +304,9 @@ class Generator:
         if key not in self._programs:
             begin = time.perf_counter()
             jitted = jax.jit(functools.partial(step, self.config), donate_argnums=1)
-            self._programs[key] = jitted.lower(self.model, state, *args).compile()
+            self._programs[key] = jitted.lower(self.model, state, *args).compile(
+                self.compiler_options
+            )
             self.stats.compile_s += time.perf_counter() - begin
         begin = time.perf_counter()
         state = jax.block_until_ready(self._programs[key](self.model, state, *args))

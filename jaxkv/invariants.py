@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import numpy as np
 
+from jaxkv.block_pool import BlockPool
 from jaxkv.cache import PagedKVCache
 from jaxkv.config import CacheConfig
 from jaxkv.reuse import PrefixReuse
 from jaxkv.victim_tree import FAN
+from pallas_kernels.sealed import QuantisedStore
 
 
 def check_invariants(config: CacheConfig, cache: PagedKVCache) -> None:
@@ -53,8 +58,28 @@ def check_invariants(config: CacheConfig, cache: PagedKVCache) -> None:
     broken += _broken_open_blocks(config, cache)
     if cache.reuse is not None:
         broken += _broken_reuse(config, cache.reuse, refs, cached)
+    if config.scrub_on_free:
+        broken += _not_scrubbed(cache)
     if broken:
         raise AssertionError("; ".join(broken))
+
+
+def _not_scrubbed(cache: PagedKVCache) -> list[str]:
+    """Returns which free blocks hold something."""
+    pools: list[tuple[str, BlockPool, Any]] = [("block", cache.pool, cache.store)]
+    if cache.open_blocks is not None and isinstance(cache.store, QuantisedStore):
+        store = cache.store
+        pools = [
+            ("block", cache.pool, (store.sealed, store.wide)),
+            ("open block", cache.open_blocks.pool, store.open),
+        ]
+    broken = []
+    for name, pool, part in pools:
+        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(part)]
+        for block in np.asarray(pool.free_stack)[: int(pool.num_free)].tolist():
+            if any(x[:, block].tobytes().strip(b"\0") for x in arrays):
+                broken.append(f"free {name} {block} is not zero")
+    return broken
 
 
 def _cached(config: CacheConfig, cache: PagedKVCache) -> np.ndarray:

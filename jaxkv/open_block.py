@@ -95,9 +95,12 @@ def write_open_blocks(
 def fork_open_blocks(
     config: CacheConfig, blocks: OpenBlocks, source: Array, target: Array, real: Array
 ) -> OpenBlocks:
-    """Makes each real target slot a second owner of its source's open block; what it had is dropped."""
+    """Makes each real target slot a second owner of its source's open block; what it had is dropped.
+
+    A source `max_seqs` has none.
+    """
     none = config.max_seqs
-    shared = jnp.where(real, blocks.ids[source], none)
+    shared = jnp.where(real & (source < none), blocks.ids[jnp.minimum(source, none - 1)], none)
     pool = block_pool.share(blocks.pool, shared)
     pool = block_pool.drop(pool, jnp.where(real, blocks.ids[target], none))
     written = jnp.where(real, target, none)

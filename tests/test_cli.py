@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_model import dense_greedy, fake_model
+from fake_model import dense_greedy, dense_logits, fake_model
+from oracles import beam as beam_oracle
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -144,6 +145,25 @@ def test_generate_json_samples_share_the_prompt(loaded: FakeLoaded) -> None:
     assert answer["stats"]["new_tokens"] == 10
 
 
+def test_generate_beams_writes_the_best_of_them(loaded: FakeLoaded) -> None:
+    """The two best of three beams, with their scores, in a pool with just enough blocks."""
+    args = ["generate", "once upon a", "-n", "5", "--block-size", "4", "--beams", "3"]
+    result = run(*args, "--num-samples", "2", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    answer = json.loads(result.stdout)
+
+    def logits(tokens: Sequence[int]) -> Any:
+        return dense_logits(loaded.model, list(tokens))[-1]
+
+    prompt = LetterTokenizer().encode("once upon a")
+    best = beam_oracle.beam_search(logits, prompt, 3, 5)[0][:2]
+    assert [c["tokens"] for c in answer["completions"]] == [tokens for _, tokens in best]
+    scores = [c["score"] for c in answer["completions"]]
+    assert scores == pytest.approx([score for score, _ in best], abs=1e-4)
+    assert answer["stats"]["used_blocks"] == 0
+    assert answer["stats"]["num_blocks"] == 2 + 3 * 2
+
+
 def test_generate_pool_that_fills_up_says_so_and_exits_1(loaded: FakeLoaded) -> None:
     result = run("generate", "once upon", "-n", "20", "--block-size", "4", "--num-blocks", "4")
     assert result.exit_code == cli.UNFINISHED
@@ -240,6 +260,10 @@ BAD_GENERATE = [
     (["--num-blocks", "1", "--block-size", "2"], "need 2 blocks of 2 tokens, free 1"),
     (["--prefill-chunk", "0"], "prefill_chunk: expected at least 1, got 0"),
     (["--steps-per-dispatch", "0"], "steps_per_dispatch: expected at least 1, got 0"),
+    (["--beams", "0"], "beams: expected at least 1, got 0"),
+    (["--beams", "2", "--temperature", "0.7"], "temperature: expected no sampling option with"),
+    (["--beams", "2", "--seed", "3"], "seed: expected no sampling option with beams"),
+    (["--beams", "2", "--num-samples", "3"], "num_samples: expected at most the 2 of beams, got 3"),
     (["--chat"], "chat_template"),
     (["--file", "/nowhere/at/all"], "/nowhere/at/all"),
     ([""], "prompt 2: expected text, got an empty prompt"),

@@ -30,6 +30,7 @@ from jaxkv import (
     cache as transitions,
 )
 from jaxkv.kv_store import gather_dense
+from jaxkv.permute import reorder
 from pallas_kernels.cached_attention import cached_attention
 from pallas_kernels.kv_write import write_kv
 
@@ -104,6 +105,7 @@ class Programs:
         self.append = once(append)
         self.read_all = once(read_all)
         self.fork = once(lambda *args: transitions.fork(config, *args))
+        self.reorder = once(lambda *args: reorder(config, *args))
         self.truncate = once(lambda *args: transitions.truncate(config, *args))
         self.release = once(lambda *args: transitions.release(config, *args))
 
@@ -131,7 +133,8 @@ class Driver:
         self.config = config
         self.query_len = query_len
         self.rows = rows
-        self.cache = poisoned(transitions.init_cache(config))
+        fresh = transitions.init_cache(config)
+        self.cache = fresh if config.scrub_on_free else poisoned(fresh)
         self.plain = PlainCache(config)
         self._run = run or programs(config, query_len, rows)
         self._written = 0
@@ -168,6 +171,14 @@ class Driver:
         expected = self.plain.fork(src, dst)
         old = self.cache
         new = self._run.fork(old, np.array(src, np.int32), np.array(dst, np.int32))
+        self._settle(old, new, expected)
+        return expected
+
+    def reorder(self, source: Sequence[int]) -> StatusBit:
+        """Lets every slot hold what slot source[slot] held, in both caches, and compares."""
+        expected = self.plain.reorder(source)
+        old = self.cache
+        new = self._run.reorder(old, np.array(source, np.int32))
         self._settle(old, new, expected)
         return expected
 

@@ -80,6 +80,17 @@ class PlainCache:
                 self.opened = self.opened | {d} if s in opened else self.opened - {d}
         return bits
 
+    def reorder(self, source: Sequence[int]) -> StatusBit:
+        """Makes every slot hold what slot source[slot] held before the call; `no_seq` is a slot without tokens."""
+        if any(not self._exists(s) and s != self.config.no_seq for s in source):
+            return StatusBit.INVALID_SEQ
+        tables, tokens, _ = self._snapshot()
+        held = [(slot, s) for slot, s in enumerate(source) if s in tables]
+        self.tables = {slot: list(tables[s]) for slot, s in held}
+        self.tokens = {slot: list(tokens[s]) for slot, s in held}
+        self.opened = {slot for slot, s in held if s in self.opened}
+        return StatusBit(0)
+
     def truncate(self, seq_ids: Sequence[int], kv_lens: Sequence[int]) -> StatusBit:
         """Cuts every slot seq_ids[i] to kv_lens[i] tokens."""
         bits = self._slot_bits(seq_ids)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from driver import SMALL, Driver, programs, token_kv
 
-from jaxkv import StatusBit, init_cache
+from jaxkv import StatusBit, init_cache, reorder
 
 WIDE = dataclasses.replace(SMALL, num_blocks=24, max_seqs=6)
 
@@ -116,6 +116,28 @@ def test_fork_permutations_reorder_beams_exactly() -> None:
     driver.fork((1, 0), (0, 1), (2, 2))
     for slot, source in enumerate((1, 0, 2)):
         np.testing.assert_array_equal(driver.read(slot), third[source])
+
+
+def test_reorder_takes_all_slots_at_once_and_moves_no_bytes() -> None:
+    """Field case D4 in one call a step: [1, 1, 0], then [1, 0, 2]; slots that nobody names are empty."""
+    driver = Driver(WIDE)
+    driver.append((0, 5), (1, 6), (2, 3), (4, 2))
+    rows, before = [driver.read(slot) for slot in range(3)], driver.cache.store
+    none = WIDE.no_seq
+    assert driver.reorder([1, 1, 0, none, 4, 3]) == StatusBit(0)
+    assert np.array_equal(driver.cache.store.kv, before.kv, equal_nan=True)
+    for slot, source in enumerate((1, 1, 0)):
+        np.testing.assert_array_equal(driver.read(slot), rows[source])
+    assert [driver.refs(slot) for slot in range(6)] == [[2, 2], [2, 2], [1, 1], [], [1], []]
+    driver.append((0, 2), (1, 2))
+    third = [driver.read(slot) for slot in range(3)]
+    assert driver.reorder([1, 0, 2, none, none, 0]) == StatusBit(0)
+    for slot, source in ((0, 1), (1, 0), (2, 2), (5, 0)):
+        np.testing.assert_array_equal(driver.read(slot), third[source])
+    for bad in (-1, none + 1):
+        assert driver.reorder([1, 1, bad, 0, 2, none]) == StatusBit.INVALID_SEQ
+    with pytest.raises(ValueError, match="source: expected an entry for each of 6 slots, got 2"):
+        reorder(WIDE, driver.cache, np.array([0, 1]))
 
 
 def test_fork_of_constant_k_and_v_never_swaps_them() -> None:

@@ -12,7 +12,17 @@ import pytest
 from fake_model import fake_model
 from fast_compile import FAST_COMPILE
 
-from jaxkv import CacheConfig, decode_loop, fork, init_cache, release, reserve, truncate
+from jaxkv import (
+    CacheConfig,
+    beam_loop,
+    decode_loop,
+    fork,
+    init_cache,
+    release,
+    reorder,
+    reserve,
+    truncate,
+)
 from jaxkv.sampling import SamplingParams, sampling_state
 from pallas_kernels.layout import FORMATS
 from pallas_kernels.sealed import SEALED_FORMATS
@@ -68,6 +78,7 @@ PROGRAMS: list[Any] = [
     (program, format) for format in FORMATS for program in ("prefill", "start", "decode")
 ]
 PROGRAMS += [("prefill", "int8"), ("decode", "int4")]
+PROGRAMS += [("beams", "bfloat16"), ("scrubbing decode", "int8")]
 PROGRAMS += [
     pytest.param("decode", format, marks=pytest.mark.exhaustive) for format in ("int8", "fp8_e4m3")
 ]
@@ -75,7 +86,7 @@ PROGRAMS += [
 
 @pytest.mark.parametrize(("program", "format"), PROGRAMS)
 def test_generation_program_updates_the_cache_in_place(program: str, format: str) -> None:
-    config = big_config(format)
+    config = dataclasses.replace(big_config(format), scrub_on_free=program == "scrubbing decode")
     model = jax.eval_shape(lambda: fake_model(head_dim=64, hidden=64, max_len=config.max_seq_len))
     state = jax.eval_shape(
         lambda model: decode_loop.init_state(
@@ -88,12 +99,17 @@ def test_generation_program_updates_the_cache_in_place(program: str, format: str
         ),
         model,
     )
-    arguments = {
-        "prefill": (shape(ROWS, 64), shape(ROWS)),
-        "start": (shape(ROWS),),
-        "decode": (shape(),),
-    }[program]
-    step = functools.partial(getattr(decode_loop, program), config)
+    if program == "beams":
+        state = jax.eval_shape(lambda run: beam_loop.init_beams(run, 2, 4, 1.0, False), state)
+    functions = {
+        "prefill": (decode_loop.prefill, shape(ROWS, 64), shape(ROWS)),
+        "start": (decode_loop.start, shape(ROWS)),
+        "decode": (decode_loop.decode, shape()),
+        "scrubbing decode": (decode_loop.decode, shape()),
+        "beams": (beam_loop.steps, shape()),
+    }
+    function, *arguments = functions[program]
+    step = functools.partial(function, config)
     compiled = jax.jit(step, donate_argnums=1).lower(model, state, *arguments).compile(FAST_COMPILE)
     check_in_place(compiled, state, config)
 
@@ -101,7 +117,10 @@ def test_generation_program_updates_the_cache_in_place(program: str, format: str
 def compile_transition(transition: Any, config: CacheConfig) -> tuple[Any, Any]:
     """Returns the compiled transition and the abstract cache it donates."""
     cache = jax.eval_shape(functools.partial(init_cache, config))
-    rows = (shape(ROWS, dtype=bool),) if transition is release else (shape(ROWS), shape(ROWS))
+    rows = {
+        release: (shape(ROWS, dtype=bool),),
+        reorder: (shape(ROWS),),
+    }.get(transition, (shape(ROWS), shape(ROWS)))
     options = {"query_len": 64} if transition is reserve else {}
     step = functools.partial(transition, config, **options)
     return jax.jit(step, donate_argnums=0).lower(cache, *rows).compile(FAST_COMPILE), cache
@@ -115,11 +134,15 @@ def test_transition_updates_the_cache_in_place(transition: Any) -> None:
     check_in_place(compiled, cache, config)
 
 
-@pytest.mark.parametrize("transition", [reserve, fork, truncate, release], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "transition", [reserve, reorder, truncate, release], ids=lambda f: f.__name__
+)
 def test_transition_copies_no_array_of_a_million_blocks(transition: Any) -> None:
     """Nothing temporary is as large as one int32 per block: counts and free stack stay in place too."""
     tiny = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "num_blocks": 1_000_000}
-    config = dataclasses.replace(big_config("bfloat16"), **tiny)
+    config = dataclasses.replace(
+        big_config("bfloat16"), **tiny, scrub_on_free=transition is release
+    )
     compiled, cache = compile_transition(transition, config)
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == tree_bytes(cache)

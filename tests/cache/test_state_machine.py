@@ -26,6 +26,9 @@ OF_REUSE = StatusBit.SLOT_IN_USE | StatusBit.NOT_ADMITTED | StatusBit.INVALID_TE
 _slots = st.integers(0, SMALL.max_seqs - 1)
 _any_ids = st.integers(-2, SMALL.max_seqs + 2)
 _some_slots = st.lists(_slots, min_size=1, max_size=ROWS, unique=True)
+_slots_or_none = st.lists(
+    st.integers(0, SMALL.no_seq), min_size=SMALL.max_seqs, max_size=SMALL.max_seqs
+)
 _q_lens = st.integers(0, QUERY_LEN)
 _ROW = st.tuples(_slots, _q_lens)
 
@@ -35,6 +38,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     format = "float32"
     num_wide_layers = 0
+    scrub_on_free = False
     outcomes: ClassVar[Counter[StatusBit]] = Counter()
 
     def __init__(self) -> None:
@@ -44,6 +48,7 @@ class CacheMachine(RuleBasedStateMachine):
             format=self.format,
             num_layers=SMALL.num_layers + 2 * self.num_wide_layers,
             num_wide_layers=self.num_wide_layers,
+            scrub_on_free=self.scrub_on_free,
         )
         self.driver = Driver(config, query_len=QUERY_LEN, rows=ROWS)
 
@@ -67,6 +72,17 @@ class CacheMachine(RuleBasedStateMachine):
     def fork(self, sources: list[int], dst: list[int]) -> None:
         """Any pairs, slots in use and chains such as a -> b, b -> a included."""
         self._take(self.driver.fork, *zip(sources, dst, strict=False))
+
+    @rule(
+        source=st.permutations(range(SMALL.max_seqs)) | _slots_or_none,
+        outside=st.sampled_from([None, None, None, -1, SMALL.no_seq + 1]),
+        q_len=st.integers(0, QUERY_LEN),
+    )
+    def reorder_and_append(self, source: list[int], outside: int | None, q_len: int) -> None:
+        """Every slot takes another's sequence, or none; then the first ones write."""
+        source = [*source[:-1], source[-1] if outside is None else outside]
+        self._take(self.driver.reorder, source)
+        self._take(self.driver.append, *[(slot, q_len) for slot in range(ROWS)])
 
     @rule(slots=_some_slots, cuts=st.lists(st.integers(0, 16), min_size=ROWS, max_size=ROWS))
     def truncate(self, slots: list[int], cuts: list[int]) -> None:
@@ -132,10 +148,11 @@ class Fp8Machine(CacheMachine):
 
 
 class Int4Machine(CacheMachine):
-    """The same with blocks sealed to int4, first and last layer in full precision."""
+    """The same with blocks sealed to int4, first and last layer in full precision; free blocks are all zero."""
 
     format = "int4"
     num_wide_layers = 1
+    scrub_on_free = True
 
 
 def test_state_machine_random_transitions_match_plain_model() -> None:

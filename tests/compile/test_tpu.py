@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -15,6 +16,7 @@ from compile.tpu_target import CHIPS, abstract, available, compile_for, lowering
 from jax import lax
 from jax.experimental.layout import Format, Layout
 
+from jaxkv import CacheConfig, init_cache, release
 from jaxkv.device_bytes import tpu_pool_bytes
 from pallas_kernels.block_copy.tpu import copy_blocks_tpu
 from pallas_kernels.kv_write.tpu import write_kv_tpu
@@ -166,6 +168,20 @@ def test_copy_compiles_in_place_also_under_cond(chip, format):
     memory = compile_for(chip, copy, *args, donate=(0,)).memory_analysis()
     assert memory.alias_size_in_bytes == store.layout.nbytes
     assert memory.temp_size_in_bytes < 1024
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "int4"])
+def test_scrubbing_release_compiles_in_place(format):
+    """Freed blocks are zeroed by an aliased kernel inside a loop: nothing of the pool's size is temporary."""
+    config = CacheConfig(
+        4, 2, 64, 64, 4096, 8, 32, format=format, as_bits=False, scrub_on_free=True
+    )
+    cache = jax.eval_shape(lambda: init_cache(config))
+    free = functools.partial(release, config)
+    compiled = compile_for(CHIPS["v5e"], free, cache, arrays((8,), jnp.bool_), donate=(0,))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= config.layout.nbytes
+    assert memory.temp_size_in_bytes < 0.02 * config.layout.nbytes
 
 
 @dataclasses.dataclass(frozen=True)

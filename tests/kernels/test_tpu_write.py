@@ -1,4 +1,4 @@
-"""The TPU kernels that change the pool, in their interpreter: new tokens, and copies of whole blocks.
+"""The TPU kernels that change the pool, in their interpreter: new tokens, copies and zeroing of whole blocks.
 
 The oracle is one NumPy assignment per token or block on the bits of the pool, so a NaN's payload counts too.
 """
@@ -17,7 +17,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels.kv_write.tpu as kv_write_tpu
 from pallas_kernels.block_copy.tpu import copy_blocks_tpu
+from pallas_kernels.block_zero.tpu import zero_blocks_tpu
 from pallas_kernels.layout import BatchView, KVLayout, KVStore, encode, kv_format
+from pallas_kernels.sealed import SEALED_FORMATS, SealedLayout, SealedStore
 
 INTERPRET = pltpu.InterpretParams()
 LENS = {
@@ -145,6 +147,37 @@ def test_copy_moves_the_first_pairs_of_all_layers(count, capfd):
     run = quick(functools.partial(copy_blocks_tpu, interpret=interpret))
     got = run(store, jnp.asarray(src), jnp.asarray(dst), jnp.int32(count))
     assert np.array_equal(raw(got), expected)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_zero_clears_the_first_blocks_of_all_layers_and_arrays(sealed, capfd):
+    """A plain pool and the three arrays of int4 codes; an id outside the pool is skipped, one past the count is left."""
+    if sealed:
+        layout = SealedLayout(3, 7, 2, 64, 64, SEALED_FORMATS["int4"], False, 32, True)
+        rng = np.random.default_rng(0)
+        store = SealedStore(
+            *(
+                jnp.asarray(rng.integers(1, 250, shape).astype(dtype))
+                for shape, dtype in (
+                    (layout.codes_shape, layout.codes_dtype),
+                    (layout.key_affine_shape, layout.affine_dtype),
+                    (layout.value_affine_shape, layout.affine_dtype),
+                )
+            ),
+            layout,
+        )
+    else:
+        store = make_store(KVLayout(3, 7, 2, 8, 64, kv_format("bfloat16"), True))
+    interpret = pltpu.InterpretParams(detect_races=True)
+    run = quick(functools.partial(zero_blocks_tpu, interpret=interpret))
+    ids = jnp.array([5, 7, 0, 3], jnp.int32)
+    for count, zeroed in ((0, []), (3, [0, 5])):
+        got = run(store, ids, jnp.int32(count))
+        for before, after in zip(jax.tree.leaves(store), jax.tree.leaves(got), strict=True):
+            expected = np.asarray(before).copy()
+            expected[:, zeroed] = 0
+            assert np.array_equal(np.asarray(after), expected)
     assert "RACE" not in capfd.readouterr().out
 
 

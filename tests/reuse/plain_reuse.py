@@ -207,6 +207,16 @@ class PlainReuse(PlainCache):
             self._gave_back([(held.get(d, []), 0) for _, d in pairs])
         return bits
 
+    def reorder(self, source: Sequence[int]) -> StatusBit:
+        held = {s: list(t) for s, t in self.tables.items()}
+        bits = super().reorder(source)
+        if not bits:
+            pairs = [(slot, s) for slot, s in enumerate(source) if s in held]
+            self.texts = {slot: list(self.texts[s]) for slot, s in pairs}
+            self.spaces = {slot: self.spaces[s] for slot, s in pairs if s in self.spaces}
+            self._gave_back([(held.get(d, []), 0) for d, s in enumerate(source) if s != d])
+        return bits
+
     def truncate(self, seq_ids: Sequence[int], kv_lens: Sequence[int]) -> StatusBit:
         held = {s: list(t) for s, t in self.tables.items()}
         bits = super().truncate(seq_ids, kv_lens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import os
@@ -15,13 +16,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from reuse_driver import CROWDED, SPACES, WIDTH, ReuseDriver
 
-from jaxkv import StatusBit
+from jaxkv import CacheConfig, StatusBit
 from jaxkv.eviction import Policy, cost_aware, fair, lru
 
 ROWS = 4
 _slots = st.integers(0, CROWDED.max_seqs - 1)
 _some_slots = st.lists(_slots, min_size=1, max_size=ROWS, unique=True)
 _any_ids = st.integers(-1, CROWDED.max_seqs + 1)
+_sources = st.permutations(range(CROWDED.max_seqs)) | st.lists(
+    _any_ids, min_size=CROWDED.max_seqs, max_size=CROWDED.max_seqs
+)
 _spaces = st.sampled_from([0, 0, 0, 1, 2, 3])
 # Few different blocks, so that prompts share beginnings; the tail makes lengths of all residues.
 _blocks = st.lists(
@@ -36,12 +40,13 @@ class ReuseMachine(RuleBasedStateMachine):
     """Takes every step in a real and a plain cache; `ReuseDriver` compares them after each."""
 
     policy: ClassVar[Policy] = lru
+    config: ClassVar[CacheConfig] = CROWDED
     outcomes: ClassVar[Counter[StatusBit]] = Counter()
     happened: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = ReuseDriver(CROWDED, self.policy, rows=ROWS)
+        self.driver = ReuseDriver(self.config, self.policy, rows=ROWS)
 
     @initialize(warm=st.sampled_from([True, True, False]))
     def begin(self, warm: bool) -> None:
@@ -111,6 +116,12 @@ class ReuseMachine(RuleBasedStateMachine):
         self._take(self.driver.fork, *[(src, d) for d in dst])
         self._take(self.driver.write, *[(d, new) for d in dst])
 
+    @rule(source=_sources, new=_new)
+    def reorder_and_write(self, source: list[int], new: list[int]) -> None:
+        """Every slot takes another's sequence, or none; then two write."""
+        self._take(self.driver.reorder, source)
+        self._take(self.driver.write, (0, new), (1, new))
+
     @rule(slots=_some_slots, cuts=st.lists(st.integers(0, 24), min_size=ROWS, max_size=ROWS))
     def truncate(self, slots: list[int], cuts: list[int]) -> None:
         """Rolls back, often into a findable block, which is then written."""
@@ -145,8 +156,9 @@ class FairMachine(ReuseMachine):
 
 
 class CostAwareMachine(ReuseMachine):
-    """A policy that ages by evictions."""
+    """A policy that ages by evictions; free blocks are all zero, cached ones keep their bytes."""
 
+    config = dataclasses.replace(CROWDED, scrub_on_free=True)
     policy = cost_aware(0.5, CROWDED.block_size)
 
 
