@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxkv.async_engine import AsyncEngine
     from jaxkv.beam import BeamResult, Hypothesis, beam_search
     from jaxkv.block_pool import BlockPool
     from jaxkv.block_table import BlockTables
@@ -24,14 +25,20 @@ if TYPE_CHECKING:
         truncate,
     )
     from jaxkv.config import CacheConfig
+    from jaxkv.engine import Engine, EngineStats
     from jaxkv.invariants import check_invariants
     from jaxkv.model import DecoderModel
+    from jaxkv.namespace import Namespace
     from jaxkv.permute import reorder
     from jaxkv.profile import MemoryProfile, memory_profile
+    from jaxkv.request import Event, FinishReason, Handle, Output, Request
+    from jaxkv.sampling import SamplingParams
+    from jaxkv.speculate import max_draft_lens
     from jaxkv.status import CapacityError, Status, StatusBit, TransitionError
     from pallas_kernels.layout import BatchView, KVFormat, KVLayout, KVStore
 
 __all__ = [
+    "AsyncEngine",
     "BatchView",
     "BeamResult",
     "BlockPool",
@@ -39,12 +46,21 @@ __all__ = [
     "CacheConfig",
     "CapacityError",
     "DecoderModel",
+    "Engine",
+    "EngineStats",
+    "Event",
+    "FinishReason",
+    "Handle",
     "Hypothesis",
     "KVFormat",
     "KVLayout",
     "KVStore",
     "MemoryProfile",
+    "Namespace",
+    "Output",
     "PagedKVCache",
+    "Request",
+    "SamplingParams",
     "Status",
     "StatusBit",
     "TransitionError",
@@ -53,6 +69,7 @@ __all__ = [
     "clear_status",
     "fork",
     "init_cache",
+    "max_draft_lens",
     "memory_profile",
     "raise_for_status",
     "release",
@@ -76,6 +93,12 @@ _MODULES = {
     "jaxkv.profile": ("MemoryProfile", "memory_profile"),
     "jaxkv.status": ("CapacityError", "Status", "StatusBit", "TransitionError"),
     "pallas_kernels.layout": ("BatchView", "KVFormat", "KVLayout", "KVStore"),
+    "jaxkv.async_engine": ("AsyncEngine",),
+    "jaxkv.engine": ("Engine", "EngineStats",),
+    "jaxkv.request": ("Event", "FinishReason", "Handle", "Output", "Request",),
+    "jaxkv.sampling": ("SamplingParams",),
+    "jaxkv.namespace": ("Namespace",),
+    "jaxkv.speculate": ("max_draft_lens",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
