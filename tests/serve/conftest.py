@@ -1,69 +1,18 @@
-"""Servers on free ports of this machine, each in a thread of its own."""
+"""What the server's tests share: one engine for the session, compiled when it is first asked for."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import httpx
 import pytest
 from scripted_engine import ScriptedEngine
+from serving import Running, running
 
+import models.qwen
 import models.tiny
-from jaxkv.serve import Limits, Served, Server, bind, create_app, served_by
+from jaxkv import CacheConfig
+from jaxkv.serve import Limits
 from models.qwen import Tokenizer
-
-
-@dataclasses.dataclass
-class Running:
-    """A server that runs, its engine, and a client of it."""
-
-    url: str
-    server: Server
-    engine: Any
-    client: httpx.Client
-    thread: threading.Thread
-
-    def complete(self, **fields: Any) -> httpx.Response:
-        """Posts to /v1/completions."""
-        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4} | fields
-        return self.client.post("/v1/completions", json=body)
-
-    def stop(self) -> None:
-        """Stops the server and waits for its end."""
-        self.server.stop()
-        self.thread.join(20)
-        assert not self.thread.is_alive()
-
-
-@contextlib.contextmanager
-def running(
-    engine: Any,
-    *,
-    limits: Limits | None = None,
-    api_key: str | None = None,
-    grace_s: float = 5.0,
-    change: Callable[[Served], Served] = lambda served: served,
-) -> Iterator[Running]:
-    """Runs a server over an async engine while the body does."""
-    served = change(served_by(engine.engine, "tiny"))
-    app = create_app(engine, served, limits, api_key)
-    ready = threading.Event()
-    with bind("127.0.0.1", 0) as listener:
-        server = Server(app, listener, grace_s, lambda url: ready.set())
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
-        thread.start()
-        assert ready.wait(20)
-        with httpx.Client(base_url=server.url, timeout=20, trust_env=False) as client:
-            handle = Running(server.url, server, engine, client, thread)
-            try:
-                yield handle
-            finally:
-                handle.stop()
 
 
 @pytest.fixture(scope="session")
@@ -77,4 +26,38 @@ def scripted(tokenizer: Tokenizer) -> Iterator[Running]:
     """A server over a scripted engine."""
     limits = Limits(max_body_bytes=4096, max_n=4, max_prompts=3, max_prompt_len=40, max_queue=8)
     with running(ScriptedEngine(tokenizer), limits=limits) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def loaded() -> models.qwen.LoadedModel:
+    """The small model."""
+    return models.qwen.load(models.tiny.path())
+
+
+@pytest.fixture(scope="session")
+def real(loaded: models.qwen.LoadedModel) -> Iterator[Running]:
+    """A server over the real engine: 4 sequences of at most 256 tokens share 192 tokens of blocks, so they preempt."""
+    from jaxkv.async_engine import AsyncEngine
+    from jaxkv.engine import Engine
+
+    config = CacheConfig(
+        num_layers=loaded.config.num_layers,
+        num_kv_heads=loaded.config.num_kv_heads,
+        head_dim=loaded.config.head_dim,
+        block_size=8,
+        num_blocks=24,
+        max_seqs=4,
+        max_blocks_per_seq=32,
+    )
+    engine = Engine(
+        loaded.model.spread(),
+        config,
+        tokenizer=loaded.tokenizer,
+        eos_token_ids=loaded.eos_token_ids,
+        max_steps=4,
+        prefill_shapes=[(4, 16)],
+    )
+    engine.warm_up()
+    with running(AsyncEngine(engine)) as server:
         yield server

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from conftest import Running, running
 from scripted_engine import BULKY, HOLD, SLOW, ScriptedEngine
+from serving import Running, running
 
 from jaxkv.serve import Limits, bind
 from models.qwen import Tokenizer

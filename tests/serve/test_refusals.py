@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Running, running
 from scripted_engine import (
     CRASH,
     CRASH_LATER,
@@ -17,6 +16,7 @@ from scripted_engine import (
     TOO_LARGE,
     ScriptedEngine,
 )
+from serving import Running, running
 
 from jaxkv.serve import Limits, Served
 from jaxkv.serve.errors import APIError
