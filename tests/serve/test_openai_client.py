@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,8 @@ import openai
 import pytest
 from serving import Running
 
+from jaxkv.serve.fields import HARMLESS, NEUTRAL
+from jaxkv.serve.parse import CHAT_FIELDS, COMPLETION_FIELDS
 from models.qwen import LoadedModel, dense_forward
 
 PROMPT = "Once upon a time there was a little"
@@ -282,7 +286,7 @@ def test_clients_that_leave_midway_give_their_blocks_back(
 
 
 def test_metrics_count_what_happened(real: Running, client: openai.OpenAI) -> None:
-    complete(client, list(complete(client, stream=True))[0].id)
+    list(complete(client, stream=True))
     text = httpx.get(f"{real.url}/metrics", trust_env=False).text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     stats = real.engine.engine.stats
@@ -298,3 +302,18 @@ def test_metrics_count_what_happened(real: Running, client: openai.OpenAI) -> No
         assert math.isfinite(float(values[f"jaxkv_{name}_seconds_sum"]))
     answered = 'jaxkv_http_answers_total{endpoint="/v1/completions",status="200"}'
     assert float(values[answered]) > 0
+
+
+def test_serving_page_example_runs_and_every_field_is_named(
+    real: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    named = {*COMPLETION_FIELDS, *CHAT_FIELDS, *HARMLESS, *NEUTRAL}
+    assert {field for field in named if f"`{field}`" not in text} == {"stream_options"}
+    example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    assert "http://127.0.0.1:8000" in example
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    scope: dict[str, Any] = {}
+    exec(example.replace("http://127.0.0.1:8000", real.url), scope)
+    assert scope["answer"].usage.completion_tokens <= 40
+    scope["client"].close()
