@@ -31,6 +31,11 @@ NUM_SEQS, CONTEXT_LEN, STEPS, CHUNK = 8, 1024, 8, 256
 WARM_UP_STEPS = 2
 
 
+def threads() -> int:
+    """Returns the number of cores this process may use; both sides then use as many (pin with `taskset`)."""
+    return len(os.sched_getaffinity(0))
+
+
 def prompts(vocab: int) -> np.ndarray:
     """Returns i32[seq, CONTEXT_LEN] of arbitrary ids: decode costs the same for any text."""
     return np.random.default_rng(0).integers(0, vocab, (NUM_SEQS, CONTEXT_LEN), dtype=np.int32)
@@ -99,7 +104,7 @@ class Transformers:
 
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        torch.set_num_threads(os.cpu_count() or 1)
+        torch.set_num_threads(threads())
         self.torch = torch
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32
@@ -190,7 +195,7 @@ def formats_beside_float32(model: Any, rounds: int) -> list[harness.Result]:
                 metric=f"cpu_decode.{name}_vs_float32",
                 value=step * 1e3,
                 unit="ms/step",
-                shapes={"seqs": NUM_SEQS, "context": CONTEXT_LEN, "threads": os.cpu_count()},
+                shapes={"seqs": NUM_SEQS, "context": CONTEXT_LEN, "threads": threads()},
                 versus="float32 cache",
                 versus_value=plain * 1e3,
                 ratio=plain / step,
@@ -220,7 +225,7 @@ def run(quick: bool) -> list[harness.Result]:
 
     step_s = statistics.median(mine) / STEPS
     floor_s = ours.bytes_per_step() / copy_bandwidth()
-    shapes = {"seqs": NUM_SEQS, "context": CONTEXT_LEN, "threads": os.cpu_count()}
+    shapes = {"seqs": NUM_SEQS, "context": CONTEXT_LEN, "threads": threads()}
 
     def times_as_fast(name: str, times: list[float]) -> harness.Result:
         their_s = statistics.median(times) / STEPS

@@ -51,6 +51,7 @@ def admit(
     tokens: Array,
     prompt_lens: Array,
     namespaces: Array,
+    query_len: int | None = None,
 ) -> tuple[PagedKVCache, BatchView, Array]:
     """Starts sequences: finds what is there of their prompts, pins it, and reserves the rest, in one transition.
 
@@ -61,30 +62,83 @@ def admit(
       tokens: i32[row, width], prompts; what lies past their lengths is not read.
       prompt_lens: i32[row], 0 <= prompt_len <= width.
       namespaces: i32[row, 8], `Namespace.words`.
+      query_len: static; at most so many tokens of each prompt are reserved now, and later calls of `reserve` take the
+        others.  None reserves whole prompts.
 
     Returns:
       cache: on failure unchanged but for `status`.
-      view: of the tokens still to compute, width columns; the first stands at position num_hit_tokens.  On
+      view: of the tokens to compute, query_len (or width) columns; the first stands at position num_hit_tokens.  On
         failure its q_lens are 0.
       num_hit_tokens: i32[row], tokens already there, a multiple of block_size and less than prompt_len.
 
     Status:
       SLOT_IN_USE, INVALID_TENANT, and those of `reserve`.
     """
+    width = tokens.shape[1]
+    slot = slots(config, check_rows(("seq_ids", seq_ids))[0])[1]
+    in_use = jnp.any(slots(config, seq_ids)[0] & (cache.tables.kv_lens[slot] > 0))
+    most = max(width, 1) if query_len is None else query_len
+    bits = flag(StatusBit.SLOT_IN_USE, in_use)
+    return _advance(config, cache, seq_ids, tokens, prompt_lens, namespaces, most, bits)
+
+
+def advance(
+    config: CacheConfig,
+    cache: PagedKVCache,
+    seq_ids: Array,
+    tokens: Array,
+    num_tokens: Array,
+    namespaces: Array,
+    query_len: int,
+) -> tuple[PagedKVCache, BatchView, Array]:
+    """Reserves the next chunk of sequences that start and of sequences that run, in one transition.
+
+    A row whose slot is empty is admitted (see `admit`); any other goes on behind the kv_len tokens it holds.
+
+    Args:
+      config: the cache's config.
+      cache: the cache, with prefix reuse.  DONATES under the caller's jit.
+      seq_ids: i32[row], slots; `config.no_seq` marks a padding row.  No slot twice.
+      tokens: i32[row, width], all tokens of each sequence so far.
+      num_tokens: i32[row], how many they are, kv_len <= num_tokens <= width.
+      namespaces: i32[row, 8], read for rows that start.
+      query_len: static; at most so many tokens of each row.
+
+    Returns:
+      cache, view, num_hit_tokens as `admit` returns them; the view has query_len columns.
+
+    Status:
+      INVALID_TENANT, and those of `reserve`.
+    """
+    return _advance(config, cache, seq_ids, tokens, num_tokens, namespaces, query_len, jnp.int32(0))
+
+
+def _advance(
+    config: CacheConfig,
+    cache: PagedKVCache,
+    seq_ids: Array,
+    tokens: Array,
+    num_tokens: Array,
+    namespaces: Array,
+    query_len: int,
+    bits: Array,
+) -> tuple[PagedKVCache, BatchView, Array]:
+    """`advance`, refused from the start if there are bits already."""
     reuse = _reuse(cache)
-    seq_ids, prompt_lens = check_rows(("seq_ids", seq_ids), ("prompt_lens", prompt_lens))
+    seq_ids, num_tokens = check_rows(("seq_ids", seq_ids), ("prompt_lens", num_tokens))
     real, slot = slots(config, seq_ids)
+    kv_lens = cache.tables.kv_lens[slot]
+    starts = real & (kv_lens == 0)
     width = tokens.shape[1]
     tenants = namespaces[:, 0]
     most = reuse.policy.num_lanes if reuse.policy.num_lanes > 1 else 2**31 - 1
-    bits = (
+    bits |= (
         slot_bits(config, seq_ids)
-        | flag(StatusBit.SLOT_IN_USE, jnp.any(real & (cache.tables.kv_lens[slot] > 0)))
-        | flag(StatusBit.INVALID_TENANT, jnp.any(real & ((tenants < 0) | (tenants >= most))))
-        | flag(StatusBit.INVALID_Q_LEN, jnp.any(real & ((prompt_lens < 0) | (prompt_lens > width))))
+        | flag(StatusBit.INVALID_TENANT, jnp.any(starts & ((tenants < 0) | (tenants >= most))))
+        | flag(StatusBit.INVALID_Q_LEN, jnp.any(real & ((num_tokens < 0) | (num_tokens > width))))
     )
-    real &= bits == 0
-    lens = jnp.where(real, prompt_lens, 0)
+    starts &= bits == 0
+    lens = jnp.where(starts, num_tokens, 0)
     ids, num_hits = prefix.match(config, reuse.index, tokens, lens, namespaces)
     # A prompt may be longer than the table; reserve refuses it, so how much of it is pinned is no matter.
     num_hits = jnp.minimum(num_hits, config.max_blocks_per_seq)
@@ -93,8 +147,9 @@ def admit(
 
     used = jnp.where(lens > 0, slot, config.no_seq)
     pinned, revived = _pin(config, cache, reuse, used, ids, num_hits, namespaces)
-    rest = jnp.where(real, lens - num_hits * config.block_size, 0)
-    after, view = reserve(config, pinned, seq_ids, rest, max(width, 1))
+    held = jnp.where(starts, num_hits * config.block_size, kv_lens)
+    rest = jnp.where(real & (bits == 0), jnp.minimum(num_tokens - held, query_len), 0)
+    after, view = reserve(config, pinned, seq_ids, rest, query_len)
     failed = (bits | after.status.bits) != 0
     status = Status(
         bits=cache.status.bits | bits | after.status.bits,

@@ -86,7 +86,7 @@ def sampling_state(params: list[SamplingParams], sample_index: list[int]) -> Sam
     """Returns the device state for one row per entry; rows of one request differ by sample_index."""
     seeds = jnp.array([p.seed for p in params], jnp.uint32)
     index = jnp.array(sample_index, jnp.uint32)
-    key = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(seeds, index)
+    key = jax.vmap(row_key)(seeds, index)
     return SamplingState(
         temperature=jnp.array([p.temperature for p in params], jnp.float32),
         top_k=jnp.array([p.top_k for p in params], jnp.int32),
@@ -94,6 +94,11 @@ def sampling_state(params: list[SamplingParams], sample_index: list[int]) -> Sam
         min_p=jnp.array([p.min_p for p in params], jnp.float32),
         key=key,
     )
+
+
+def row_key(seed: Array, sample_index: Array) -> Array:
+    """Returns the key of one sample (u32[]) of a request with that seed (u32[])."""
+    return jax.random.fold_in(jax.random.key(seed), sample_index)
 
 
 def sample(state: SamplingState, logits: Array, token_index: Array) -> Array:

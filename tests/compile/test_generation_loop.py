@@ -2,6 +2,9 @@
 
 What a program takes beside its pool is measured, not assumed: a second program with the same arguments except the
 pool says how many bytes the compiler counts for all the others.
+
+Pools are 1 GiB on TPU and 16 GiB on CUDA.  XLA:GPU, which may not autotune here, copies a layer's largest matrix out
+of its stack before it multiplies (101 MB for Qwen3-8B, whatever the pool); XLA:TPU reads it where it lies.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 import jax
 import pytest
 from compile import cuda_target, tpu_target
-from compile.whole_loop import FULL_VOCAB, POOL_BYTES, SMALL_VOCAB, Loop, make_loop
+from compile.whole_loop import FULL_VOCAB, SMALL_VOCAB, Loop, make_loop
 
 from jaxkv.device_bytes import tpu_pool_bytes
 
@@ -43,15 +46,15 @@ def touch_all(model: Any, state: Any, steps: Any) -> Any:
     return state, [leaf[(0,) * leaf.ndim] for leaf in jax.tree.leaves((model, steps))]
 
 
-def check(target: str, loop: Loop) -> None:
+def check(target: str, name: str, vocab_size: int) -> None:
     """Compiles a loop and checks the bytes of its pool: all aliased, none copied, hardly any padded."""
     is_tpu = target in tpu_target.CHIPS
+    loop = make_loop(name, vocab_size, 2**30 if is_tpu else 2**34)
     reason = tpu_target.available() if is_tpu else cuda_target.skip_reason()
     if reason is not None:
         pytest.skip(reason)
     layout = loop.config.layout
     pool_bytes = tpu_pool_bytes(layout.shape, 16) if is_tpu else layout.nbytes
-    assert layout.nbytes >= POOL_BYTES
     assert pool_bytes <= 1.05 * layout.nbytes
 
     memory = memory_of(target, loop.function, (loop.model, loop.state, loop.steps))
@@ -59,10 +62,7 @@ def check(target: str, loop: Loop) -> None:
     print(f"\n{target} pool {pool_bytes:,} temp {memory.temp_size_in_bytes:,}")
     assert memory.argument_size_in_bytes == others.argument_size_in_bytes + pool_bytes
     assert memory.alias_size_in_bytes == others.alias_size_in_bytes + pool_bytes
-    # XLA:GPU, which may not autotune here, copies a layer's matrix out of its stack before it multiplies; XLA:TPU
-    # reads it where it lies.
-    activations = loop.logits_bytes + (0 if is_tpu else loop.largest_matrix_bytes)
-    assert memory.temp_size_in_bytes <= 0.01 * layout.nbytes + activations
+    assert memory.temp_size_in_bytes <= 0.01 * layout.nbytes + loop.logits_bytes
 
 
 DEFAULT = [("qwen3_8b", "v5e"), ("qwen3_8b", "sm_90"), ("qwen2.5_0.5b", "v6e")]
@@ -78,11 +78,11 @@ ALL = [(model, target) for model in ("qwen3_8b", "qwen2.5_0.5b") for target in T
 )
 def test_decode_loop_of_the_real_model_keeps_the_pool_in_place(model: str, target: str) -> None:
     """All layers and all heads; the vocabulary is cut to 1,024 (see `whole_loop`)."""
-    check(target, make_loop(model, SMALL_VOCAB))
+    check(target, model, SMALL_VOCAB)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["v6e", "sm_90"])
 def test_decode_loop_with_the_whole_vocabulary_keeps_the_pool_in_place(target: str) -> None:
     """Nothing cut.  Not v5e: 16.4 GB of weights and a pool do not fit its 16 GB."""
-    check(target, make_loop("qwen3_8b", FULL_VOCAB))
+    check(target, "qwen3_8b", FULL_VOCAB)

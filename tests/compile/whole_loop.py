@@ -24,7 +24,6 @@ from models.qwen import Qwen, QwenConfig, abstract_model
 FULL_VOCAB = 151_936
 SMALL_VOCAB = 1024
 ROWS, MAX_BLOCKS_PER_SEQ, MAX_NEW = 16, 256, 64
-POOL_BYTES = 2**30
 COMMON = {"vocab_size": FULL_VOCAB, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2.5_0.5b": COMMON
@@ -58,7 +57,7 @@ class Loop:
     """One decode loop as shapes.
 
     Attributes:
-      config: the cache: bfloat16, blocks of 16, a pool of at least POOL_BYTES.
+      config: the cache: bfloat16, blocks of 16, a pool of at least the bytes asked for.
       model: weights in bfloat16.
       state: donated.
       steps: i32[], how many tokens each row decodes.
@@ -79,14 +78,9 @@ class Loop:
         """Bytes of one step's logits, float32."""
         return 4 * ROWS * self.model.config.vocab_size
 
-    @property
-    def largest_matrix_bytes(self) -> int:
-        """Bytes of the largest matrix of one layer."""
-        return 2 * self.model.config.hidden_size * self.model.config.intermediate_size
 
-
-def make_loop(name: str, vocab_size: int) -> Loop:
-    """Returns the loop of the architecture called `name`."""
+def make_loop(name: str, vocab_size: int, pool_bytes: int) -> Loop:
+    """Returns the loop of the architecture called `name`, its pool the fewest blocks that hold `pool_bytes`."""
     qwen = QwenConfig.from_hf(ARCHITECTURES[name] | {"vocab_size": vocab_size})
     block_bytes = qwen.num_layers * qwen.num_kv_heads * 16 * 2 * qwen.head_dim * 2
     config = CacheConfig(
@@ -94,7 +88,7 @@ def make_loop(name: str, vocab_size: int) -> Loop:
         num_kv_heads=qwen.num_kv_heads,
         head_dim=qwen.head_dim,
         block_size=16,
-        num_blocks=-(-POOL_BYTES // block_bytes),
+        num_blocks=-(-pool_bytes // block_bytes),
         max_seqs=ROWS,
         max_blocks_per_seq=MAX_BLOCKS_PER_SEQ,
         format="bfloat16",

@@ -1,0 +1,131 @@
+"""Engines whose programs are compiled once, and what their requests must bring: the same request, generated alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_model import fake_model
+from fast_compile import FAST_COMPILE
+
+from jaxkv import CacheConfig, check_invariants
+from jaxkv.engine import Engine
+from jaxkv.generate import Generator
+from jaxkv.request import Request
+from jaxkv.sampling import SamplingParams
+
+CONFIG = CacheConfig(
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=8,
+    block_size=4,
+    num_blocks=24,
+    max_seqs=4,
+    max_blocks_per_seq=12,
+)
+MODEL = fake_model(max_len=64)
+EOS = 5
+
+
+class Letters:
+    """A tokenizer of single letters: id 0 is "a"; what is beyond "z" is "?"."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def stream(self) -> Letters:
+        return self
+
+    def push(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + i) if i < 26 else "?" for i in ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+@functools.cache
+def engine_of(draft_len: int) -> Engine:
+    """Returns the engine with or without speculation; their chunks and bursts differ too."""
+    sizes: dict[str, Any] = {"prefill_shapes": [(3, 4)], "max_steps": 5}
+    if draft_len:
+        sizes = {"prefill_shapes": [(1, 16)], "max_steps": 3, "draft_len": draft_len}
+    return Engine(
+        MODEL,
+        CONFIG,
+        tokenizer=Letters(),
+        eos_token_ids=[EOS],
+        compiler_options=FAST_COMPILE,
+        **sizes,
+    )
+
+
+@pytest.fixture(params=[0, 3], ids=["plain", "drafts"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """An idle engine; whatever it still knows of other tests' prompts stays findable."""
+    engine = engine_of(request.param)
+    assert engine.idle
+    yield engine
+    with engine:
+        pass
+    assert_all_blocks_are_back(engine)
+
+
+def assert_all_blocks_are_back(engine: Engine) -> None:
+    """Nothing runs, every block is free or cached, and the cache is sound."""
+    check_invariants(CONFIG, engine._programs.state.cache)
+    assert engine.idle
+    assert engine.stats.num_live == 0
+
+
+_generator = functools.cache(
+    lambda: Generator(MODEL, CONFIG, eos_token_ids=[EOS], prefill_chunk=8, steps_per_dispatch=16)
+)
+
+
+@functools.cache
+def alone(
+    prompt: tuple[int, ...], max_tokens: int, sampling: SamplingParams, sample: int
+) -> list[int]:
+    """Returns the tokens of one sample, by the generator that other tests compare with a dense model."""
+    run = _generator().generate(  # 16, whatever is asked for: the number is a shape, another one is a compile
+        [prompt], max_new_tokens=16, sampling=sampling, num_samples=sample + 1
+    )
+    return run[sample].tokens[:max_tokens]
+
+
+def random_request(rng: np.random.Generator, **changes: Any) -> Request:
+    """Returns a request of a few tokens: greedy or sampled, of one of few families of prompts."""
+    family = np.random.default_rng(int(rng.integers(4))).integers(0, 31, 16)
+    own = rng.integers(0, 31, rng.integers(1, 9))
+    sampling = SamplingParams()
+    if rng.random() < 0.5:
+        sampling = SamplingParams(
+            temperature=1.2, top_k=int(rng.integers(0, 9)), seed=int(rng.integers(100))
+        )
+    fields = {
+        "prompt": tuple(int(t) for t in [*family[: rng.integers(17)], *own]),
+        "max_tokens": int(rng.integers(1, 16)),
+        "sampling": sampling,
+    }
+    return Request(**fields | changes)
+
+
+@pytest.fixture
+def expect_alone() -> Callable[[list[Any]], None]:
+    """Checks that handles brought what their requests bring alone."""
+
+    def check(handles: list[Any]) -> None:
+        for handle in handles:
+            request = handle.request
+            for output in handle.outputs:
+                expected = alone(
+                    handle.prompt, request.max_tokens, request.sampling, output.sample_index
+                )
+                assert output.tokens == expected, (handle.id, output)
+                ends = expected[-1] == EOS
+                assert output.finish_reason == ("stop" if ends else "length")
+
+    return check
