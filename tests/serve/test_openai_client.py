@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from jaxkv.serve.fields import HARMLESS, NEUTRAL
 from jaxkv.serve.parse import CHAT_FIELDS, COMPLETION_FIELDS
 from models.qwen import LoadedModel, dense_forward
 
-PROMPT = "Once upon a time there was a little"
+PROMPT = "Once upon a time there was a little girl who had a small dog and"
 MESSAGES: Any = [{"role": "user", "content": "Who is the dog's friend?"}]
 
 
@@ -68,11 +70,17 @@ def live_blocks(real: Running) -> float:
     return float(line.split()[-1])
 
 
-def wait_until_free(real: Running) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Waits until the condition holds."""
     end = time.monotonic() + 20
-    while live_blocks(real):
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def wait_until_free(real: Running) -> None:
+    """Waits until no sequence holds a block."""
+    wait_until(lambda: live_blocks(real) == 0)
 
 
 def test_completion_is_the_models_greedy_text_with_its_logprobs(
@@ -261,17 +269,15 @@ def test_clients_that_leave_midway_give_their_blocks_back(
     submitted = real.engine.engine.stats.num_submitted
 
     def leave() -> None:
-        with httpx.Client(base_url=real.url, trust_env=False, timeout=20) as leaving:
-            request = leaving.build_request("POST", "/v1/completions", json=fields)
+        body = json.dumps(fields).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        address = ("127.0.0.1", int(real.url.rsplit(":", 1)[1]))
+        with socket.create_connection(address, timeout=20) as connection:
+            connection.sendall(head.encode() + body)
             if stream:
-                answer = leaving.send(request, stream=True)
-                lines = answer.iter_lines()
-                next(lines)
-                answer.close()
+                assert b"200 OK" in connection.recv(64)
             else:
-                request.extensions["timeout"]["read"] = 0.1
-                with pytest.raises(httpx.ReadTimeout):
-                    leaving.send(request)
+                wait_until(lambda: real.engine.engine.stats.num_submitted == submitted + 3)
 
     threads = [threading.Thread(target=leave) for _ in range(3)]
     for thread in threads:
@@ -287,6 +293,7 @@ def test_clients_that_leave_midway_give_their_blocks_back(
 
 def test_metrics_count_what_happened(real: Running, client: openai.OpenAI) -> None:
     list(complete(client, stream=True))
+    complete(client)
     text = httpx.get(f"{real.url}/metrics", trust_env=False).text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     stats = real.engine.engine.stats
