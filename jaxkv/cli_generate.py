@@ -278,12 +278,16 @@ def cache_config(
         max_blocks_per_seq=ledger.num_blocks_needed(max(prompt_lens) + max_new_tokens, size),
         format=options.kv_format,
     )
-    _check_memory(config)
+    check_memory(config)
     return config
 
 
-def _check_memory(config: CacheConfig) -> None:
-    """Refuses a pool beyond the machine's memory; a CPU would start to fill it and be killed."""
+def check_memory(config: CacheConfig) -> None:
+    """Refuses a pool beyond the machine's memory; a CPU would start to fill it and be killed.
+
+    Raises:
+      ValueError: the pool is larger.
+    """
     if jax.default_backend() != "cpu" or not hasattr(os, "sysconf"):
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
