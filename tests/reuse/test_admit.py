@@ -197,3 +197,18 @@ def test_ten_rounds_of_hits_neither_leak_nor_make_blocks() -> None:
         d.register(0)
         d.release(0)
         assert (d.num_free, d.num_cached) == (CROWDED.num_blocks - 2, 2)
+
+
+def test_reorder_takes_namespaces_along_and_caches_what_nobody_names() -> None:
+    """The last slot's sequence goes to two slots, then to none: its full blocks stay findable."""
+    d = ReuseDriver(CROWDED, lru)
+    none = CROWDED.no_seq
+    d.admit((4, text(1, 9), 1))
+    d.register(4)
+    assert d.reorder([4, none, 4, none, none]) == StatusBit(0)
+    assert d.refs(0) == d.refs(2) == [2, 2, 2]
+    assert d.register(0, 2) == StatusBit(0)
+    assert d.register(1) == StatusBit.NOT_ADMITTED
+    d.reorder([none] * 5)
+    assert (d.num_free, d.num_cached) == (9, 2)
+    assert d.admit((1, text(1, 9), 1))[1] == [8]

@@ -24,7 +24,7 @@ _slots = st.integers(0, CROWDED.max_seqs - 1)
 _some_slots = st.lists(_slots, min_size=1, max_size=ROWS, unique=True)
 _any_ids = st.integers(-1, CROWDED.max_seqs + 1)
 _sources = st.permutations(range(CROWDED.max_seqs)) | st.lists(
-    _any_ids, min_size=CROWDED.max_seqs, max_size=CROWDED.max_seqs
+    st.integers(0, CROWDED.no_seq), min_size=CROWDED.max_seqs, max_size=CROWDED.max_seqs
 )
 _spaces = st.sampled_from([0, 0, 0, 1, 2, 3])
 # Few different blocks, so that prompts share beginnings; the tail makes lengths of all residues.
