@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from jaxkv import decode_loop, engine_loop
 from jaxkv.config import CacheConfig
 from jaxkv.engine_loop import Report
 from jaxkv.engine_programs import Programs, make_shapes, placement
-from jaxkv.eviction import Policy, lru
+from jaxkv.eviction import Fair, Policy, lru
 from jaxkv.model import DecoderModel
 from jaxkv.request import Event, FinishReason, Handle, Output, Request
 from jaxkv.status import CapacityError, StatusBit, TransitionError
@@ -111,6 +112,11 @@ class _Sequence:
     def in_prefill(self) -> bool:
         """Whether it needs `feed`: it holds nothing yet, or lacks more than its last token."""
         return self.kv_len == 0 or self.left > 1
+
+    @property
+    def tenant(self) -> int:
+        """Whom its blocks are charged to."""
+        return self.handle.request.namespace.tenant
 
     @property
     def max_len(self) -> int:
@@ -463,8 +469,8 @@ class Engine:
     # Leaving --------------------------------------------------------------------------------------
 
     def _relieve(self, need: int) -> list[Event]:
-        """Preempts the last in the order of service; a sequence that is alone and still lacks blocks fails."""
-        victim = max(self._running.values(), key=lambda seq: seq.rank)
+        """Preempts the policy's victim; a sequence that is alone and still lacks blocks fails."""
+        victim = self._victim()
         if len(self._running) > 1:
             self._preempt([victim])
             return []
@@ -472,6 +478,18 @@ class Engine:
         self._leave([victim])
         message = f"out of blocks: the request needs {need} more, {free} are free and no cached block may be evicted"
         return [self._finish(victim, FinishReason.ERROR, CapacityError(message, need, free))]
+
+    def _victim(self) -> _Sequence:
+        """Returns the last in the order of service; under `Fair`, of the tenant that holds most for its weight."""
+        running = list(self._running.values())
+        if isinstance(self.policy, Fair):
+            held: collections.Counter[int] = collections.Counter()
+            for seq in running:
+                held[seq.tenant] += self._blocks_for(seq.kv_len)
+            weights = self.policy.weights
+            greedy = max(held, key=lambda tenant: (held[tenant] / weights[tenant], tenant))
+            running = [seq for seq in running if seq.tenant == greedy]
+        return max(running, key=lambda seq: seq.rank)
 
     def _preempt(self, victims: list[_Sequence]) -> None:
         self._leave(victims)

@@ -23,6 +23,7 @@ from fake_model import dense_greedy, dense_logits
 
 from jaxkv import CapacityError, check_invariants
 from jaxkv.engine import Engine
+from jaxkv.eviction import fair, lru
 from jaxkv.namespace import Namespace
 from jaxkv.request import FinishReason, Request
 from jaxkv.sampling import SamplingParams
@@ -234,6 +235,18 @@ def test_priority_goes_first_and_is_preempted_last() -> None:
     assert high.outputs[0].tokens
     assert not low[3].outputs[0].tokens
     engine.run_until_idle()
+
+
+@pytest.mark.parametrize(("policy", "victim"), [(lru, 3), (fair([1, 4]), 2)])
+def test_the_victim_is_the_last_or_of_the_tenant_over_its_share(policy: Any, victim: int) -> None:
+    """Tenant 0 holds three blocks for weight 1, tenant 1 four for weight 4."""
+    engine = Engine(MODEL, CONFIG, policy=policy)
+    for slot, (tenant, kv_len) in enumerate([(0, 3), (1, 11), (0, 7), (1, 3)]):
+        engine.submit(Request([1] * 12, namespace=Namespace(tenant=tenant)))
+        seq = engine._waiting.pop(0)
+        seq.slot, seq.kv_len = slot, kv_len
+        engine._running[slot] = seq
+    assert engine._victim().slot == victim
 
 
 def test_warm_up_compiles_what_there_will_be() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxkv import CacheConfig
+from jaxkv import CacheConfig, Engine, Request
 from jaxkv.generate import Completion, Generator
 from models.qwen import LoadedModel
 
@@ -54,11 +54,36 @@ def test_smollm2_greedy_equals_transformers(completions: list[Completion]) -> No
                 break
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [1, 7, pytest.param(64, marks=pytest.mark.exhaustive)])
 def test_smollm2_any_prefill_chunk_gives_the_same_tokens(
     smollm2: LoadedModel, completions: list[Completion], chunk: int
 ) -> None:
     assert [c.tokens for c in run(smollm2, chunk)] == [c.tokens for c in completions]
+
+
+def test_smollm2_in_the_engine_with_drafts_and_preemption(
+    smollm2: LoadedModel, completions: list[Completion]
+) -> None:
+    """Eight requests on four slots, a few preempted midway: the tokens of the generator."""
+    model = smollm2.config
+    config = CacheConfig(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=16,
+        num_blocks=40,
+        max_seqs=4,
+        max_blocks_per_seq=8,
+    )
+    engine = Engine(smollm2.model.spread(), config, draft_len=3, prefill_shapes=[(2, 24)])
+    handles = [engine.submit(Request(case["prompt_ids"], max_tokens=NUM_NEW)) for case in CASES]
+    engine.step()
+    engine.preempt(handles[0])
+    while not engine.idle:
+        engine.step()
+    assert [handle.outputs[0].tokens for handle in handles] == [c.tokens for c in completions]
+    assert engine.stats.num_accepted > 0
+    assert engine.stats.num_preemptions > 0
 
 
 def test_smollm2_bfloat16_cache_begins_alike(
