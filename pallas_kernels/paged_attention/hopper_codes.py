@@ -42,7 +42,6 @@ from pallas_kernels.paged_attention.hopper_kernel import (
 from pallas_kernels.paged_attention.hopper_plan import CodePlan
 from pallas_kernels.sealed import SealedStore
 
-_ROWS = 32  # rows of codes in registers at a time
 _HIGH_UNIT = 1 / 16  # what the numbers made of high nibbles must be multiplied by
 _SLOT = 64  # bfloat16 numbers: TMA writes to multiples of 128 bytes
 
@@ -116,15 +115,13 @@ class CodeTiles(Tiles):
             )
         for run in range(plan.num_runs):
             token, offset = self.run_of(t, run)
-            first = (
-                (base + self.block_of(token)) * groups * plan.num_kv_heads + head
-            ) * plan.block_size
+            width = plan.num_kv_heads * plan.block_size
+            first = (base + self.block_of(token)) * (groups * width)
+            first += head * plan.block_size + offset
             for group in range(groups):
                 # 128 bytes, the least a copy can be: what follows a short run, or zeros past the pool's end, is not used.
                 plgpu.copy_gmem_to_smem(
-                    refs.value_affine.at[
-                        pl.ds(first + group * (plan.num_kv_heads * plan.block_size) + offset, _SLOT)
-                    ],
+                    refs.value_affine.at[pl.ds(first + group * width, _SLOT)],
                     refs.value_smem.at[stage, pl.ds((run * groups + group) * _SLOT, _SLOT)],
                     full,
                 )
@@ -165,8 +162,10 @@ class CodeTiles(Tiles):
         """Codes of some columns (of K | V) of one stage of the ring to `tile_smem`."""
         plan, refs, dtype = self.plan, self.refs, self.plan.dtype
         columns = pl.ds(start, width)
-        for row in range(0, plan.code_rows, _ROWS):
-            rows = pl.ds(row, _ROWS)
+        # Rows in registers at a time; of a tile of several blocks fewer, since their products need registers too.
+        step = 32 if plan.num_key_blocks == 1 else 16
+        for row in range(0, plan.code_rows, step):
+            rows = pl.ds(row, step)
             codes = plgpu.layout_cast(refs.kv_smem.at[stage, rows, columns][...], _row_layout())
             if plan.codes.format.is_float:
                 numbers = codes.astype(jnp.float16).astype(jnp.float32).astype(dtype)
@@ -176,7 +175,7 @@ class CodeTiles(Tiles):
                 high = (codes & -16).astype(dtype)  # 16 * high
                 both = (codes ^ 8).astype(dtype)  # 16 * high + low + 8
                 numbers = both - high - jnp.asarray(8, dtype)
-                refs.tile_smem[pl.ds(row + plan.code_rows, _ROWS), columns] = high
+                refs.tile_smem[pl.ds(row + plan.code_rows, step), columns] = high
             refs.tile_smem[rows, columns] = numbers
 
     def scale_queries(self, stage: Array, index: int) -> Array | None:

@@ -206,19 +206,21 @@ def make_code_plan(
     rows, query_len, num_q_heads, head_dim = q_shape
     head_columns = -(-num_q_heads // layout.num_kv_heads // 8) * 8
     size, groups, tile = layout.block_size, layout.num_value_groups, 64
-    multiple = size % tile == 0
+    num_scales = math.prod(layout.value_affine_shape)
+    multiple, most = size % tile == 0, 64 if head_dim <= 128 else 16
     blocks = "multiples of 64" if layout.format.bits < 8 else "16, 32 and multiples of 64"
     for name, value, good, supported in (
         ("head_dim", head_dim, head_dim in (64, 128, 192, 256), "64, 128, 192 and 256"),
         ("block_size", size, multiple or (layout.format.bits == 8 and size in (16, 32)), blocks),
         ("query heads per kv head times value groups", head_columns * groups,
-         head_columns * groups <= 64, "at most 64, heads in eights"),
+         head_columns * groups <= most, f"at most {most}, heads in eights"),
+        ("scales of V in the pool", num_scales, 64 <= num_scales < 2**31, "64 to 2**31 - 1"),
     ):  # fmt: skip
         if not good:
             raise NotImplementedError(
                 f"hopper: {layout.format.name}: {name}: supported are {supported}; got {value}"
             )
-    query_tile = min(query_len, max(1, 32 // (head_columns * groups)))
+    query_tile = min(query_len, max(1, min(32, most) // (head_columns * groups)))
     plan = CodePlan(
         rows, query_len, num_q_heads, layout.num_kv_heads, head_dim, size, layout.num_blocks,
         jnp.dtype(jnp.bfloat16), head_columns, query_tile, tile, 1, 1, layout,

@@ -167,14 +167,18 @@ def test_cached_attention_by_name_equals_the_xla_path(interpreter, monkeypatch):
         ({"head_dim": 96}, "int8: head_dim: supported are 64, 128, 192 and 256; got 96"),
         ({"block_size": 48}, "int8: block_size: supported are 16, 32 and multiples of 64; got 48"),
         ({"format": "int4", "block_size": 32}, "int4: block_size: supported are multiples of 64"),
+        ({"num_blocks": 2**24}, "scales of V in the pool: supported are 64 to 2"),
         ({"group": 72}, "query heads per kv head times value groups: supported are at most 64"),
     ],
 )
 def test_unsupported_codes_are_refused_with_what_is_supported(changes, message):
+    changes = dict(changes)
+    num_blocks = changes.pop("num_blocks", 8)
     case = dataclasses.replace(SEALED_CASES[0], **changes)
+    layout = dataclasses.replace(case.layout, num_blocks=num_blocks)
     heads = case.num_kv_heads * case.group
     with pytest.raises(NotImplementedError, match=message):
-        make_code_plan(case.layout, (1, 1, heads, case.head_dim), 4)
+        make_code_plan(layout, (1, 1, heads, case.head_dim), 4)
 
 
 def test_float32_queries_are_refused(interpreter):  # noqa: F811
