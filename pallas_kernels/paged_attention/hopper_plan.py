@@ -198,7 +198,11 @@ class CodePlan(Plan):
 def make_code_plan(
     layout: SealedLayout, q_shape: tuple[int, ...], max_blocks: int, splits: int | None = None
 ) -> CodePlan:
-    """As `make_plan`, for sealed blocks.
+    """Chooses the sizes for a problem over sealed blocks, or refuses it.
+
+    Args:
+      layout: the pool.
+      q_shape, max_blocks, splits: as in `make_plan`.
 
     Raises:
       NotImplementedError: the message names what is supported.
