@@ -188,7 +188,7 @@ class CodePlan(Plan):
         return lax.div(position, jnp.int32(self.block_size)) * self.block_size
 
     def tiles_of(self, first: Array, last: Array) -> tuple[Array, Array]:
-        """As `Plan.tiles_of`; none where first == last, since the block there may not be sealed."""
+        """As `Plan.tiles_of`; none where first == last, as it is when the window ends inside a query's own block."""
         span = jnp.int32(self.group_span)
         begin = lax.div(first, span) * self.parts
         end = lax.div(last + self.group_span - 1, span) * self.parts
