@@ -15,6 +15,7 @@ from pallas_kernels.layout import Array, BatchView, KVStore
 IMPLEMENTATIONS = {
     "tpu": write_kv_tpu,
     "triton": write_kv_triton,
+    "hopper": write_kv_triton,  # a scatter has no use for wgmma; so that one name serves all ops of `cached_attention`
     "xla": write_kv_xla,
     "reference": write_kv_reference,
 }
@@ -39,8 +40,8 @@ def write_kv(
       layer: i32[], which layer to write; may be traced.
       k, v: float[row, q_pos, kv_head, head_dim].  Cast to the store's format; padding (j >= q_len) is dropped.
       view: tables, lengths and positions of the rows.
-      implementation: "tpu" (Mosaic), "triton" (CUDA, sm_80 and later), "xla" (anywhere), "reference"; or "auto":
-        tpu, triton or xla, by the platform the program is lowered for.
+      implementation: "tpu" (Mosaic), "triton" (CUDA, sm_80 and later), "hopper" (another name for triton's),
+        "xla" (anywhere), "reference"; or "auto": tpu, triton or xla, by the platform the program is lowered for.
 
     Returns:
       The store with the same structure and dtype; only the named slots differ.

@@ -68,18 +68,6 @@ def check_inputs(
         raise ValueError(f"window: expected an integer >= 1 or None, got {window}")
 
 
-def refuse_codes(store: KVStore | SealedStore, implementation: str) -> None:
-    """Refuses sealed blocks for an implementation that cannot read codes.
-
-    Raises:
-      NotImplementedError: the store is a `SealedStore`.
-    """
-    if isinstance(store, SealedStore):
-        raise NotImplementedError(
-            f"store: {implementation} reads float32, bfloat16 and float16 blocks, got {store.layout.format.name}"
-        )
-
-
 def check_view(view: BatchView, rows: int) -> None:
     """Checks the shapes and the integer width of a batch view.
 

@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compile.cuda_target import TARGETS, compile_for, kernel_stats, skip_reason, tool
+from test_cuda_codes import make_layout, store_spec
 
 from pallas_kernels.layout import BatchView, KVLayout, KVStore, kv_format
 from pallas_kernels.paged_attention.hopper import paged_attention_hopper
-from pallas_kernels.paged_attention.hopper_plan import make_plan
+from pallas_kernels.paged_attention.hopper_plan import SMEM_BYTES, make_code_plan, make_plan
+from pallas_kernels.sealed import SEALED_FORMATS
 
 pytestmark = [
     pytest.mark.compile,
@@ -42,25 +44,28 @@ def build(
     bounded=False,
     num_layers=1,
     arch="sm_90",
+    **codes,
 ):
-    """Returns (program, statistics of the kernel, its plan) of one attention call.
+    """Returns (program, statistics of the kernel, its plan) of one attention call; `codes` are options of `make_layout`.
 
     The backend keeps every kernel it has compiled in this process, whatever the target, and writes files
     for new ones only: two calls that need their own files must differ in a shape.
     """
     max_blocks = context // block_size
-    layout = KVLayout(
-        num_layers,
-        max_blocks * rows,
-        num_kv_heads,
-        block_size,
-        head_dim,
-        kv_format(format),
-        as_bits,
-    )
     shape = jax.ShapeDtypeStruct
+    sizes = {"num_layers": num_layers, "num_blocks": max_blocks * rows}
+    sizes |= {"num_kv_heads": num_kv_heads, "as_bits": as_bits}
+    if format in SEALED_FORMATS:
+        layout = make_layout(format, block_size, head_dim, **sizes, **codes)
+        store, planner, q_dtype = store_spec(layout), make_code_plan, jnp.bfloat16
+    else:
+        layout = KVLayout(
+            block_size=block_size, head_dim=head_dim, format=kv_format(format), **sizes
+        )
+        store, planner = KVStore(shape(layout.shape, layout.dtype), layout), make_plan
+        q_dtype = layout.format.dtype
     i32 = functools.partial(shape, dtype=jnp.int32)
-    q = shape((rows, query_len, num_q_heads, head_dim), layout.format.dtype)
+    q = shape((rows, query_len, num_q_heads, head_dim), q_dtype)
     view = BatchView(i32((rows, max_blocks)), i32((rows,)), i32((rows,)), i32((rows, query_len)))
 
     def attend(q, store, layer, view, scale, soft_cap, window):
@@ -76,7 +81,7 @@ def build(
         return out
 
     number = shape((), jnp.float32)
-    arguments = (q, KVStore(shape(layout.shape, layout.dtype), layout), i32(()), view)
+    arguments = (q, store, i32(()), view)
     arguments = (*arguments, number, number, i32(()))
     with tempfile.TemporaryDirectory(prefix="jaxkv-hopper-") as folder:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
@@ -88,7 +93,7 @@ def build(
         [passes] = pathlib.Path(folder).glob(f"{NAME}*.log")
         shared = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", passes.read_text())
     [entry] = re.findall(r"\.entry\s+(\w+)", ptx)
-    plan = make_plan(layout, q.shape, max_blocks)
+    plan = planner(layout, q.shape, max_blocks)
     return program, kernel_stats(ptx, entry, 256, int(shared[1])), plan
 
 
@@ -107,6 +112,25 @@ OTHERS = [
     {"num_q_heads": 32, "num_kv_heads": 32, "head_dim": 96},
     {"num_q_heads": 32, "num_kv_heads": 32, "head_dim": 80},
     {"num_q_heads": 64, "num_kv_heads": 1, "head_dim": 128},
+]
+CODES = [
+    {**QWEN3_8B, "format": "int8"},
+    {**QWEN25_05B, "format": "int8", "as_bits": True, "symmetric_keys": True, "bounded": True},
+    {**QWEN3_8B, "format": "fp8_e4m3", "block_size": 32},
+    {**QWEN25_05B, "format": "fp8_e4m3", "block_size": 32, "as_bits": True},
+    {**QWEN3_8B, "format": "int4", "value_group": 32},
+    {**QWEN25_05B, "format": "int4", "value_group": 32, "block_size": 128},
+    {**QWEN3_8B, "format": "int4", "bounded": True},
+]
+MORE_CODES = [
+    {**QWEN3_8B, "format": "fp8_e4m3"},
+    {**QWEN25_05B, "format": "fp8_e4m3", "as_bits": True},
+    {**QWEN25_05B, "format": "int4", "value_group": 32},
+    {**QWEN3_8B, "format": "int8", "block_size": 32},
+    {**QWEN3_8B, "format": "int8", "query_len": 4},
+    {**QWEN3_8B, "format": "int4", "value_group": 32, "query_len": 64, "rows": 1},
+    {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 256, "format": "int8"},
+    {"num_q_heads": 64, "num_kv_heads": 1, "head_dim": 128, "format": "int8"},
 ]
 
 
@@ -175,3 +199,25 @@ def test_disassembly_has_tma_and_wgmma():
     assert stats.count("HGMMA") == stats.tensor_core_ptx
     assert stats.count("UTMALDG") > 0
     assert stats.count("LDG.*128") == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*CODES, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in MORE_CODES)],
+    ids=describe,
+)
+def test_codes_come_by_tma_and_meet_wgmma_without_spills(options):
+    """No copy of the pool, no code through a register on its way into SMEM, two thread blocks a multiprocessor at decode."""
+    program, stats, plan = build(**options)
+    assert stats.spill_bytes == stats.stack_bytes == 0
+    assert stats.tensor_core_ptx == stats.ptx.count("wgmma.mma_async") > 0
+    assert stats.ptx.count("cp.async.bulk.tensor") > 0
+    assert not re.findall(r"ld\.global\S*\.v[24]|ld\.global\S*\.b64|cp\.async\.c[ag]", stats.ptx)
+    assert plan.stages >= 2
+    assert stats.shared_bytes <= SMEM_BYTES
+    assert len(program.launches) <= 2
+    parts = plan.splits if plan.splits > 1 else 0
+    values = plan.rows * plan.query_len * plan.num_q_heads * plan.head_dim
+    assert program.memory.temp_size_in_bytes <= parts * 2 * 4 * values + 2**20
+    if plan.columns <= 16 and plan.head_dim <= 128:
+        assert program.target.blocks_per_core(stats) >= 2

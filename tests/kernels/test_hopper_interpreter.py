@@ -1,11 +1,11 @@
-"""The Mosaic GPU interpreter of JAX 0.10.2, taught the four things the Hopper kernel needs from it.
+"""The Mosaic GPU interpreter of JAX 0.10.2, taught the five things the Hopper kernel needs from it.
 
 What the stock interpreter lacks, and what stands in for it here:
   * `layout_cast` has no rule on CPU: a layout says where a value lives, not what it is, so the identity.
   * a wgmma operand seen through `transpose_ref`: read the buffer, then transpose.  (Both products of the
     kernel need one: q^T and V^T, P^T.  No formulation of attention avoids all of them.)  The read also
     takes part in race detection, which the stock rule leaves out.
-  * a store through `transpose_ref`: transpose, then store.
+  * a load or store through `transpose_ref`: load, then transpose; transpose, then store.
   * every thread of every grid point is compiled afresh: compile once for all of them.
 
 The rest (TMA copies, barriers with their phases, grid, warpgroups, SMEM filled with NaN) is stock.
@@ -92,6 +92,21 @@ def _wgmma(
     return token
 
 
+def _make_get(stock):
+    def get(
+        token, device_id, grid_point_coords, thread_id, allocation_key_as_array, transforms,
+        *args, **kwargs,
+    ):  # fmt: skip
+        transforms, transposed = _split_transpose(transforms)
+        token, value = stock(
+            token, device_id, grid_point_coords, thread_id, allocation_key_as_array, transforms,
+            *args, **kwargs,
+        )  # fmt: skip
+        return token, value.T if transposed else value
+
+    return get
+
+
 def _make_swap(stock):
     def swap(
         token, device_id, grid_point_coords, thread_id, allocation_key_as_array, transforms, val,
@@ -126,6 +141,7 @@ def _make_run_jaxpr():
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Yields a maker of interpreter parameters, with the interpreter taught for the test's duration."""
     monkeypatch.setattr(gpu_callbacks, "wgmma", _wgmma)
+    monkeypatch.setattr(gpu_callbacks, "_get", _make_get(gpu_callbacks._get))
     monkeypatch.setattr(gpu_callbacks, "_swap", _make_swap(gpu_callbacks._swap))
     monkeypatch.setattr(thread_map, "_run_jaxpr", _make_run_jaxpr())
     yield InterpretGPUParams
@@ -177,14 +193,18 @@ def test_wgmma_of_transposed_refs_equals_numpy(interpreter, transpose_a, transpo
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_store_through_transposed_ref_stores_the_transpose(interpreter):
+def test_loads_and_stores_through_transposed_refs_transpose(interpreter):
     a = jnp.arange(64 * 64, dtype=jnp.float32).reshape(64, 64).astype(jnp.bfloat16)
 
     def body(a_gmem, out, a_smem, out_smem, ready):
         plgpu.copy_gmem_to_smem(a_gmem, a_smem, ready)
         plgpu.barrier_wait(ready)
-        plgpu.transpose_ref(out_smem, (1, 0))[...] = a_smem[...].astype(jnp.float32)
+        part = plgpu.transpose_ref(a_smem.at[pl.ds(32, 32)], (1, 0))[...]  # [64, 32]
+        out_smem[pl.ds(0, 32)] = a_smem[pl.ds(0, 32)].astype(jnp.float32)
+        plgpu.transpose_ref(out_smem.at[pl.ds(32, 32)], (1, 0))[...] = part.astype(jnp.float32) + 1
         plgpu.copy_smem_to_gmem(out_smem, out)
 
     got = _run(interpreter, body, (64, 64), a)
-    np.testing.assert_array_equal(got, np.asarray(a, np.float32).T)
+    expected = np.asarray(a, np.float32)
+    expected[32:] += 1
+    np.testing.assert_array_equal(got, expected)
