@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -70,6 +71,29 @@ class Compiled:
     lower_s: float
     compile_s: float
     memory: Any
+
+
+def merge(path: Path, results: Sequence[Result]) -> list[Result]:
+    """Writes results to a file of JSON lines and returns all that it now holds.
+
+    A result replaces the one of the same metric and shapes; others in the file stay as they were measured.
+    """
+
+    def identity(line: dict[str, Any]) -> str:
+        return json.dumps([line["metric"], line["shapes"]], sort_keys=True)
+
+    old = path.read_text().splitlines() if path.is_file() else []
+    lines = {identity(json.loads(line)): line for line in old}
+    lines |= {identity(json.loads(line)): line for line in (result.line() for result in results)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines.values()))
+    return [_read(json.loads(line)) for line in lines.values()]
+
+
+def _read(line: dict[str, Any]) -> Result:
+    fields = {name: value for name, value in line.items() if name not in ("versions", "device")}
+    spread = fields.get("spread")
+    return Result(**fields | {"spread": None if spread is None else tuple(spread)})
 
 
 def versions() -> dict[str, str]:

@@ -3,6 +3,9 @@
 The text is the English prose every Python ships (`pydoc_data.topics`), cut into windows that start afresh.  The change is
 that of the mean perplexity against the float32 cache on the same windows; its uncertainty is the standard error over windows.
 Controls that quantise per token and head exist only here, without a cache: the scheme most caches use.
+
+    python benchmarks/quality.py --losses DIR --save    # about 7 minutes a format on one core; DIR lets a run be resumed
+    python benchmarks/quality.py --text --save          # greedy answers only
 """
 
 from __future__ import annotations
@@ -10,11 +13,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,18 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import quality_report
 from cpu_decode import model_path
 
 from jaxkv import CacheConfig, init_cache, reserve
 from jaxkv.generate import Generator
+from jaxkv.kv_store import init_store
 from models.qwen import load
 from models.qwen.dense import dense_attend
 from pallas_kernels import quantiser
 from pallas_kernels.sealed import SEALED_FORMATS
 
-WINDOW, ROWS, CHUNK, DECODED = 1024, 4, 256, 64
+WINDOW, ROWS, CHUNK, DECODED = 1024, 4, 256, 128
 PROMPTS = (
     "The capital of France is", "A paged cache is useful because", "Two plus two equals",
     "The quick brown fox", "In Python, a list comprehension", "Water boils at",
@@ -41,27 +43,32 @@ PROMPTS = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One row of the table: a cache config's options, and where they are measured."""
+Losses = tuple[
+    np.ndarray, np.ndarray
+]  # f32[window, token]: fed in chunks; one by one, the last DECODED
 
-    name: str
-    options: dict[str, Any]
-
-
-SETTINGS = (
-    Setting("float32", {"format": "float32", "block_size": 16}),
-    Setting("bfloat16", {"format": "bfloat16", "block_size": 16}),
-    Setting("int8", {"format": "int8", "block_size": 64}),
-    Setting("int8.block32", {"format": "int8", "block_size": 32}),
-    Setting("int8.symmetric", {"format": "int8", "block_size": 32, "symmetric_keys": True}),
-    Setting("fp8_e4m3", {"format": "fp8_e4m3", "block_size": 32}),
-    Setting("int4", {"format": "int4", "block_size": 64}),
-    Setting("int4.smallest", {"format": "int4", "block_size": 64, "value_group": 64}),
-    Setting("int4.block32", {"format": "int4", "block_size": 32}),
-    Setting("int4.wide1", {"format": "int4", "block_size": 64, "num_wide_layers": 1}),
-)
+OPTIONS: dict[
+    str, dict[str, Any]
+] = {  # fields of CacheConfig by the row's name, the most telling first
+    "float32": {"format": "float32", "block_size": 16},
+    "int8": {"format": "int8", "block_size": 64},
+    "fp8_e4m3": {"format": "fp8_e4m3", "block_size": 32},
+    "int4": {"format": "int4", "block_size": 64},
+    "int4.smallest": {"format": "int4", "block_size": 64, "value_group": 64},
+    "int4.block32": {"format": "int4", "block_size": 32},
+    "int8.block32": {"format": "int8", "block_size": 32},
+    "int4.wide1": {"format": "int4", "block_size": 64, "num_wide_layers": 1},
+    "int8.symmetric": {"format": "int8", "block_size": 32, "symmetric_keys": True},
+    "bfloat16": {"format": "bfloat16", "block_size": 16},
+}
 CONTROLS = ("int8", "fp8_e4m3", "int4")
+LIMITS = {
+    "int8": 0.1,
+    "fp8_e4m3": 0.7,
+    "int4": 2.0,
+    "int4.smallest": 3.0,
+}  # percent, of perplexity in chunks
+RESULTS = Path(__file__).parent / "results"
 
 
 def windows(tokenizer: Any, num_windows: int) -> np.ndarray:
@@ -95,8 +102,15 @@ def losses_of(model: Any, hidden: jax.Array, next_tokens: jax.Array) -> jax.Arra
     return jax.nn.logsumexp(logits, axis=-1) - own
 
 
-def through_cache(model: Any, config: CacheConfig, tokens: np.ndarray, decoded: int) -> np.ndarray:
-    """Returns f32[window, WINDOW - 1]: losses, the last `decoded` tokens of a window fed one by one."""
+def through_cache(
+    model: Any, config: CacheConfig, tokens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns losses through the cache, fed in chunks and fed one by one.
+
+    Returns:
+      f32[window, WINDOW - 1], all of a window fed in chunks; and f32[window, DECODED - 1], the window's last DECODED
+      tokens fed one by one, from a copy of the cache that the chunks before them filled.
+    """
 
     @functools.partial(jax.jit, donate_argnums=1)
     def step(model: Any, cache: Any, now: jax.Array, following: jax.Array) -> tuple[Any, jax.Array]:
@@ -106,23 +120,26 @@ def through_cache(model: Any, config: CacheConfig, tokens: np.ndarray, decoded: 
         hidden, store = model(now, cache.store, view)
         return dataclasses.replace(cache, store=store), losses_of(model, hidden, following)
 
-    pieces = [CHUNK] * ((WINDOW - decoded) // CHUNK)
-    pieces += [WINDOW - decoded - sum(pieces)] * (sum(pieces) < WINDOW - decoded)
-    pieces += [1] * decoded
-    out = []
-    for begin in range(0, len(tokens), ROWS):
-        batch = tokens[begin : begin + ROWS]
-        following = np.roll(batch, -1, axis=1)
-        cache, at, found = init_cache(config), 0, []
-        for size in pieces:
-            part = np.s_[:, at : at + size]
+    def feed(
+        cache: Any, batch: np.ndarray, begin: int, end: int, size: int
+    ) -> tuple[Any, list[Any]]:
+        following, found = np.roll(batch, -1, axis=1), []
+        for at in range(begin, end, size):
+            part = np.s_[:, at : min(at + size, end)]
             cache, loss = step(model, cache, jnp.asarray(batch[part]), jnp.asarray(following[part]))
             found.append(np.asarray(loss))
-            at += size
         if int(cache.status.bits):
             raise AssertionError(f"a reserve failed: {cache.status}")
-        out.append(np.concatenate(found, axis=1)[:, :-1])
-    return np.concatenate(out)
+        return cache, found
+
+    chunked, one_by_one, early = [], [], WINDOW - DECODED
+    for batch in np.split(tokens, len(tokens) // ROWS):
+        cache, first = feed(init_cache(config), batch, 0, early, CHUNK)
+        _, last = feed(jax.tree.map(jnp.copy, cache), batch, early, WINDOW, CHUNK)
+        _, single = feed(cache, batch, early, WINDOW, 1)
+        chunked.append(np.concatenate(first + last, axis=1)[:, :-1])
+        one_by_one.append(np.concatenate(single, axis=1)[:, :-1])
+    return np.concatenate(chunked), np.concatenate(one_by_one)
 
 
 def per_token(format: str, x: jax.Array) -> jax.Array:
@@ -162,22 +179,56 @@ def bits_per_element(config: CacheConfig) -> float:
     return 8 * (layout.nbytes - (layout.open.nbytes if config.is_quantised else 0)) / elements
 
 
-def result(
-    name: str, losses: np.ndarray, base: np.ndarray, shapes: dict[str, Any]
-) -> harness.Result:
-    """Returns the table's row: change of perplexity against the float32 cache, in percent."""
-    per_window = (losses - base).mean(axis=1)
-    change, error = (losses - base).mean(), per_window.std(ddof=1) / len(per_window) ** 0.5
-    percent = 100 * (np.exp([change, change - error, change + error]) - 1)
-    return harness.Result(
-        metric=f"quality.{name}.ppl_change_percent",
-        value=float(percent[0]),
-        unit="%",
-        shapes=shapes | {"tokens": int(losses.size)},
-        versus="float32 cache, perplexity",
-        versus_value=float(np.exp(base.mean())),
-        spread=(float(percent[1]), float(percent[2])),
-    )
+def control_bits(format: str, head_dim: int) -> float:
+    """Returns bits of codes and float32 scales (and centres) per element of a control."""
+    return SEALED_FORMATS[format].bits + (32 if format == "fp8_e4m3" else 64) / head_dim
+
+
+def tokens_per_byte(config: CacheConfig) -> float:
+    """Returns slots over `nbytes` of a store of 8,192 blocks with open blocks for 64 sequences."""
+    large = dataclasses.replace(config, num_blocks=8192, max_seqs=64, max_blocks_per_seq=8192)
+    store = jax.eval_shape(lambda: init_store(large))
+    return large.num_blocks * large.block_size / harness.tree_bytes(store)
+
+
+def shapes_of(model: Any, name: str) -> dict[str, Any]:
+    """Returns what a row is about, and what it costs: bits of the pool per element, tokens per byte against bfloat16."""
+    if name.startswith("control."):
+        format = name.removeprefix("control.")
+        bits = control_bits(format, model.config.head_dim)
+        return {"per": "token and head", "bits_per_element": bits}
+    config = cache_config(model, OPTIONS[name])
+    plain = cache_config(model, OPTIONS["bfloat16"])
+    return OPTIONS[name] | {
+        "bits_per_element": round(bits_per_element(config), 3),
+        "tokens_per_byte_vs_bf16": round(tokens_per_byte(config) / tokens_per_byte(plain), 3),
+    }
+
+
+def results(
+    name: str, losses: Losses, base: Losses, shapes: dict[str, Any]
+) -> list[harness.Result]:
+    """Returns the changes of perplexity against the float32 cache, in percent: in chunks, and one by one."""
+    found = []
+    for path, mine, plain in zip(("", "decode_"), losses, base, strict=True):
+        if not mine.size:
+            continue
+        gap = np.float64(mine) - plain
+        error = gap.mean(axis=1).std(ddof=1) / len(gap) ** 0.5
+        percent = [100 * np.expm1(x) for x in (gap.mean(), gap.mean() - error, gap.mean() + error)]
+        found.append(
+            harness.Result(
+                metric=f"quality.{name}.{path}ppl_change_percent",
+                value=percent[0],
+                unit="%",
+                shapes=shapes | {"tokens": int(gap.size)},
+                versus="float32 cache, perplexity",
+                versus_value=float(np.exp(np.float64(plain).mean())),
+                spread=(percent[1], percent[2]),
+                limit=None if path else LIMITS.get(name),
+            )
+        )
+    return found
 
 
 def greedy(model: Any, tokenizer: Any, options: dict[str, Any]) -> list[str]:
@@ -193,71 +244,51 @@ def greedy(model: Any, tokenizer: Any, options: dict[str, Any]) -> list[str]:
     return [tokenizer.decode(completion.tokens) for completion in done]
 
 
-def measure(
-    num_windows: int, names: list[str], report: Callable[[harness.Result], None], with_text: bool
-) -> None:
-    """Measures the settings and controls whose names are asked for, one after the other."""
-    loaded = load(model_path())
-    model = loaded.model
-    tokens = windows(loaded.tokenizer, num_windows)
-    settings = {setting.name: setting for setting in SETTINGS}
-    base = through_cache(model, cache_config(model, settings["float32"].options), tokens, 0)
-    for name in names:
-        begin = time.perf_counter()
-        if name.startswith("control."):
-            format = name.removeprefix("control.")
-            losses = through_control(model, format, tokens)
-            shapes = {
-                "per": "token and head",
-                "bits_per_element": SEALED_FORMATS[format].bits + 0.5,
-            }
-        else:
-            options = settings[name].options
-            config = cache_config(model, options)
-            losses = base if name == "float32" else through_cache(model, config, tokens, 0)
-            shapes = options | {"bits_per_element": round(bits_per_element(config), 3)}
-        report(result(name, losses, base, shapes | {"s": round(time.perf_counter() - begin)}))
-        if not name.startswith("control.") and with_text:
-            print(f"# {name}", file=sys.stderr)
-            for prompt, text in zip(PROMPTS, greedy(model, loaded.tokenizer, options), strict=True):
-                print(f"#   {prompt!r} -> {text!r}", file=sys.stderr)
-            part = tokens[:ROWS]
-            one_by_one = through_cache(model, config, part, DECODED)
-            gap = float(np.abs(one_by_one - losses[:ROWS]).max())
-            print(
-                f"#   last {DECODED} tokens of {ROWS} windows one by one: largest change of a loss {gap:.2e}",
-                file=sys.stderr,
-            )
+def measured(model: Any, name: str, tokens: np.ndarray, folder: Path | None) -> Losses:
+    """Returns the losses of a setting or control; those in the folder are not measured again."""
+    path = None if folder is None else folder / f"{name}.npz"
+    if path is not None and path.is_file():
+        with np.load(path) as kept:
+            return kept["chunked"], kept["single"]
+    if name.startswith("control."):
+        chunked = through_control(model, name.removeprefix("control."), tokens)
+        single = np.zeros((len(tokens), 0), np.float32)  # nothing is cached
+    else:
+        chunked, single = through_cache(model, cache_config(model, OPTIONS[name]), tokens)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(path, chunked=chunked, single=single)
+    return chunked, single
 
 
 def main() -> None:
-    """Prints the table, or with --json one object a line as each is measured."""
+    """Measures and prints each figure as it comes; exit status 1 past a limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="4 windows instead of 16")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument(
-        "--text", action="store_true", help="also greedy answers, and the decode path"
-    )
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file, too")
-    known = [s.name for s in SETTINGS] + [f"control.{c}" for c in CONTROLS]
+    parser.add_argument("--text", action="store_true", help="greedy answers instead of perplexity")
+    parser.add_argument("--losses", type=Path, help="folder that keeps the losses of each row")
+    parser.add_argument("--save", action="store_true", help="merge into benchmarks/results")
+    known = [*OPTIONS, *(f"control.{format}" for format in CONTROLS)]
     parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="NAME")
     args = parser.parse_args()
-    results = []
-
-    def report(one: harness.Result) -> None:
-        results.append(one)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(one.line() + "\n")
-        low, high = one.spread or (0.0, 0.0)
-        line = (
-            one.line()
-            if args.json
-            else f"{one.metric:45s} {one.value:+.3f} % ({low:+.3f} .. {high:+.3f})  {json.dumps(one.shapes)}"
-        )
-        print(line, flush=True)
-
-    measure(4 if args.quick else 16, args.only, report, args.text)
+    loaded = load(model_path())
+    if args.text:
+        names = [name for name in args.only if name in OPTIONS]
+        texts = {name: greedy(loaded.model, loaded.tokenizer, OPTIONS[name]) for name in names}
+        quality_report.answers(PROMPTS, texts, RESULTS if args.save else None)
+        return
+    tokens = windows(loaded.tokenizer, 4 if args.quick else 16)
+    base = measured(loaded.model, "float32", tokens, args.losses)
+    found = []
+    for name in args.only:
+        losses = measured(loaded.model, name, tokens, args.losses)
+        for one in results(name, losses, base, shapes_of(loaded.model, name)):
+            print(one.line() if args.json else quality_report.line(one), flush=True)
+            found.append(one)
+        if args.save:
+            quality_report.save(RESULTS, found)
+    sys.exit(any(one.misses for one in found))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 Decode with a context of 4,096 and one chunk of prefill, for the shapes of Qwen3-8B and Qwen2.5-0.5B.  Figures:
 launches and temporary bytes of the compiled call; registers, spilled bytes, shared memory, thread blocks that
 share a multiprocessor, tensor-core instructions, and global loads of 128 bits (q, K, V) and narrower ones (lengths,
-table entries) of its main kernel.
+table entries) of its main kernel.  Over codes a block has its format's own size, and q is bfloat16 or, where named, float32.
 
     python benchmarks/static_gpu.py --save benchmarks/results
+    python benchmarks/static_gpu.py --save benchmarks/results --formats int8 fp8_e4m3 int4   # only these rows anew
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ sys.path[:0] = [
 
 from cuda_target import TARGETS, CudaProgram, compile_for, skip_reason, tool  # noqa: E402
 
+from jaxkv import CacheConfig  # noqa: E402
+from jaxkv.kv_store import init_store  # noqa: E402
 from pallas_kernels.kv_write.triton import write_kv_triton  # noqa: E402
-from pallas_kernels.layout import BatchView, KVLayout, KVStore, kv_format  # noqa: E402
+from pallas_kernels.layout import BatchView, KVStore  # noqa: E402
 from pallas_kernels.paged_attention.triton import paged_attention_triton  # noqa: E402
+from pallas_kernels.sealed import SEALED_FORMATS, QuantisedStore, SealedStore  # noqa: E402
 
 CONTEXT = 4096
 UNITS = {
@@ -62,12 +66,21 @@ class Call:
     query_len: int = 1
     block_size: int = 16
 
-    def layout(self, format: str) -> KVLayout:
-        """A pool of 64 sequences of CONTEXT tokens, one layer."""
-        return KVLayout(
-            1, 64 * CONTEXT // self.block_size, self.num_kv_heads, self.block_size, self.head_dim,
-            kv_format(format), False,
-        )  # fmt: skip
+    def store(self, format: str) -> KVStore | SealedStore:
+        """A pool of 64 sequences of CONTEXT tokens, one layer, as shapes; of a quantised format its codes."""
+        config = CacheConfig(
+            num_layers=1,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            num_blocks=64 * CONTEXT // self.block_size,
+            max_seqs=64,
+            max_blocks_per_seq=CONTEXT // self.block_size,
+            format=format,
+            as_bits=False,
+        )
+        store = jax.eval_shape(lambda: init_store(config))
+        return store.sealed if isinstance(store, QuantisedStore) else store
 
 
 CALLS = (
@@ -78,6 +91,18 @@ CALLS = (
     Call("qwen3_8b", 32, 8, 128, block_size=64),
     Call("qwen3_8b", 32, 8, 128, block_size=128),
 )
+PLAIN = ("bfloat16", "float32")
+CODES = ("int8", "fp8_e4m3", "int4")
+FLOAT32_Q = ".float32_q"  # after a format's name: codes read by float32 queries
+FORMATS = (*PLAIN, *CODES, *(name + FLOAT32_Q for name in CODES))
+
+
+def calls_of(format: str) -> list[Call]:
+    """The calls a format is measured on: over codes those of CALLS, each once, with blocks of the format's own size."""
+    if format in PLAIN:
+        return list(CALLS)
+    size = SEALED_FORMATS[format.removesuffix(FLOAT32_Q)].default_block_size
+    return list(dict.fromkeys(dataclasses.replace(call, block_size=size) for call in CALLS))
 
 
 def spec(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -86,10 +111,9 @@ def spec(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
 
 
 def compile_ours(arch: str, call: Call, format: str) -> tuple[CudaProgram, CudaProgram | None]:
-    """Compiles (attention, write) of a call; the write once, for it does not depend on the block size."""
-    layout = call.layout(format)
-    dtype = layout.format.dtype
-    store = KVStore(spec(*layout.shape, dtype=layout.dtype), layout)
+    """Compiles (attention, write) of a call; the write once, for it does not depend on the block size or on codes."""
+    store = call.store(format.removesuffix(FLOAT32_Q))
+    dtype = jnp.dtype(jnp.bfloat16 if format in ("bfloat16", *CODES) else jnp.float32)
     columns, rows, query_len = CONTEXT // call.block_size, call.rows, call.query_len
     view = BatchView(spec(rows, columns), spec(rows), spec(rows), spec(rows, query_len))
     q = spec(rows, query_len, call.num_q_heads, call.head_dim, dtype=dtype)
@@ -101,14 +125,14 @@ def compile_ours(arch: str, call: Call, format: str) -> tuple[CudaProgram, CudaP
         )
 
     attention = compile_for(TARGETS[arch], attend, (q, store, spec(), view))
-    if call.block_size != Call.block_size:
+    if format not in PLAIN or call.block_size != Call.block_size:
         return attention, None
     return attention, compile_for(TARGETS[arch], write_kv_triton, (store, spec(), k, k, view), (0,))
 
 
 def compile_stock(arch: str, call: Call, format: str) -> CudaProgram:
     """Compiles upstream's decode kernel on the same shapes, with its own default tiling."""
-    layout = call.layout(format)
+    layout = call.store(format).layout
     dtype = layout.format.dtype
     shape = (call.num_kv_heads, layout.num_blocks, call.block_size, call.head_dim)
     pages = spec(*shape, dtype=dtype)
@@ -173,7 +197,7 @@ def measure(arch: str, format: str, call: Call) -> list[Row]:
     """Compiles one call, and upstream's kernel where it can do it (decode)."""
     attention, write = compile_ours(arch, call, format)
     stock: dict[str, float] = {}
-    if call.query_len == 1:
+    if call.query_len == 1 and format in PLAIN:
         stock = figures(compile_stock(arch, call, format), "paged_attention")
     ours = figures(attention, "paged_attention")
     rows = [Row(arch, format, "attention", call, ours, stock)]
@@ -182,38 +206,45 @@ def measure(arch: str, format: str, call: Call) -> list[Row]:
     return rows
 
 
-def table_lines(rows: list[Row]) -> list[tuple[str, ...]]:
+def table_lines(results: list[harness.Result]) -> list[tuple[str, ...]]:
     """The cells of the table: one line a kernel, upstream's under ours."""
+    kernels: dict[tuple[str, ...], dict[str, harness.Result]] = {}
+    for r in results:
+        _, arch, *format, figure = r.metric.split(".")
+        of = r.shapes
+        call = f"{of['model']} rows {of['rows']} queries {of['query_len']} block {of['block_size']}"
+        key = (f"{arch} {'.'.join(format)}", of["kernel"], call)
+        kernels.setdefault(key, {})[figure] = r
     lines = []
-    for row in rows:
-        call = row.call
-        shape = f"{call.model} rows {call.rows} queries {call.query_len} block {call.block_size}"
-        target = f"{row.arch} {row.format}"
-        for kernel, values in ((row.kernel, row.ours), ("stock", row.stock)):
-            if values:
-                lines.append((target, kernel, shape, *(f"{values[name]:,.0f}" for name in UNITS)))
+    for (target, kernel, call), figures in kernels.items():
+        values = [figures[name].value for name in UNITS]
+        lines.append((target, kernel, call, *(f"{value:,.0f}" for value in values)))
+        stock = [figures[name].versus_value for name in UNITS]
+        if None not in stock:
+            lines.append((target, "stock", call, *(f"{value:,.0f}" for value in stock)))
     return lines
 
 
-def print_table(rows: list[Row]) -> None:
+def print_table(results: list[harness.Result]) -> None:
     """Prints the table."""
     table = Table(title="Triton kernels through the CUDA compilers", title_justify="left")
     for column in ("target", "kernel", "call", *UNITS):
         table.add_column(column, justify="right" if column in UNITS else "left")
-    for line in table_lines(rows):
+    for line in table_lines(results):
         table.add_row(*line)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def save(folder: Path, rows: list[Row], results: list[harness.Result]) -> None:
-    """Writes static_gpu.md, the table with what made it, and static_gpu.jsonl, a line a figure."""
+def save(folder: Path, results: list[harness.Result]) -> None:
+    """Merges into static_gpu.jsonl, a line a figure, and writes static_gpu.md, its table with what made it."""
+    results = harness.merge(folder / "static_gpu.jsonl", results)
     ptxas = subprocess.run([tool("ptxas"), "--version"], check=True, capture_output=True, text=True)
     versions = harness.versions() | {
         "jax-cuda13-plugin": importlib.metadata.version("jax-cuda13-plugin"),
         "ptxas": ptxas.stdout.split()[-1],
     }
     heads = ("target", "kernel", "call", *UNITS)
-    table = [heads, ("---",) * 3 + ("---:",) * len(UNITS), *table_lines(rows)]
+    table = [heads, ("---",) * 3 + ("---:",) * len(UNITS), *table_lines(results)]
     lines = [
         "# Triton kernels through the CUDA compilers",
         "",
@@ -226,38 +257,42 @@ def save(folder: Path, rows: list[Row], results: list[harness.Result]) -> None:
         *("| " + " | ".join(cells) + " |" for cells in table),
         "",
     ]
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "static_gpu.md").write_text("\n".join(lines))
-    (folder / "static_gpu.jsonl").write_text("".join(r.line() + "\n" for r in results))
 
 
 def main() -> None:
     """Compiles for sm_80, sm_90 and sm_100 (quick: two of each, bfloat16) and prints; exit 1 past a limit."""
+    archs = ("sm_80", "sm_90", "sm_100")
     parser = argparse.ArgumentParser(
         description="What CUDA's compilers made of the Triton kernels."
     )
     parser.add_argument("--quick", action="store_true", help="sm_80 and sm_90, two calls, bfloat16")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, no table")
     parser.add_argument("--save", type=Path, help="folder for static_gpu.md and static_gpu.jsonl")
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, metavar="FORMAT", help="some of them"
+    )
+    parser.add_argument("--archs", nargs="+", choices=archs, metavar="ARCH", help="some of them")
     options = parser.parse_args()
+    formats = options.formats or (("bfloat16",) if options.quick else FORMATS)
     reason = skip_reason()
     if reason:
         sys.exit(f"static_gpu: {reason}")
-    rows = [
-        row
-        for arch in ("sm_80", "sm_90") + (() if options.quick else ("sm_100",))
-        for format in (("bfloat16",) if options.quick else ("bfloat16", "float32"))
-        for call in (CALLS[:2] if options.quick else CALLS)
+    results = [
+        result
+        for arch in options.archs or (archs[:2] if options.quick else archs)
+        for format in formats
+        for call in calls_of(format)[: 2 if options.quick else None]
         for row in measure(arch, format, call)
+        for result in row.results()
     ]
-    results = [result for row in rows for result in row.results()]
     if options.save:
-        save(options.save, rows, results)
+        save(options.save, results)
     if options.json:
         for result in results:
             print(result.line())
     else:
-        print_table(rows)
+        print_table(results)
     if any(result.limit is not None and result.value > result.limit for result in results):
         sys.exit(1)
 

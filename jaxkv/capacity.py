@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jaxkv import device_bytes, format_bytes, ledger
+from jaxkv.format_bytes import OWN_OPTIONS, BlockArray, KVOptions
 from jaxkv.model_shape import ModelShape, weights_bytes
 
 TARGETS = ("dense", "tpu")
@@ -87,28 +88,67 @@ def shard_shape(
     return (shape.num_layers, num_blocks, heads, size, shape.cached_width)
 
 
-def pool_bytes(pool_shape: device_bytes.PoolShape, kv_format: str, target: str = "dense") -> int:
+def pool_bytes(
+    pool_shape: device_bytes.PoolShape,
+    kv_format: str,
+    target: str = "dense",
+    kv_options: KVOptions = OWN_OPTIONS,
+) -> int:
     """Returns a pool's bytes: its elements (`dense`: CPU, GPU), or with tiling padding (`tpu`).
 
-    Quantised formats count codes and scales of `pool_shape`'s blocks, whose width is 2 * head_dim; their
-    open blocks are not part of the pool.
-
-    Raises: NotImplementedError for a quantised format on `tpu`, whose padding is not known.
+    Quantised formats count codes and scales of `pool_shape`'s blocks, whose width is 2 * head_dim, and
+    wide layers in full; open blocks are not part of the pool.
     """
+    layers, blocks, heads, rows, width = pool_shape
+    wide = format_bytes.num_wide(kv_format, layers, kv_options)
+    full = {"kv": BlockArray((heads, rows, width), format_bytes.element_bits(_full(kv_format)))}
+    arrays = full
+    if format_bytes.is_quantised(kv_format):
+        arrays = _sealed_arrays(pool_shape, kv_format, kv_options)
+    own, other = (_target_bytes(each, target) for each in (arrays, full))
+    return blocks * ((layers - wide) * own + wide * other)
+
+
+def open_block_bytes(
+    pool_shape: device_bytes.PoolShape,
+    kv_format: str,
+    target: str = "dense",
+    kv_options: KVOptions = OWN_OPTIONS,
+) -> int:
+    """Returns the bytes of one open block over all quantised layers; 0 for formats without scales."""
+    if not format_bytes.is_quantised(kv_format):
+        return 0
+    layers, _, heads, rows, width = pool_shape
+    sealed = layers - format_bytes.num_wide(kv_format, layers, kv_options)
+    full = BlockArray((heads, rows, width), format_bytes.element_bits(_full(kv_format)))
+    return sealed * _target_bytes({"kv": full}, target)
+
+
+def _full(kv_format: str) -> str:
+    """Returns the format of what is not quantised."""
+    return format_bytes.OPEN_FORMAT if format_bytes.is_quantised(kv_format) else kv_format
+
+
+def _sealed_arrays(
+    pool_shape: device_bytes.PoolShape, kv_format: str, kv_options: KVOptions
+) -> dict[str, BlockArray]:
+    _, _, heads, rows, width = pool_shape
+    return format_bytes.block_arrays(
+        heads,
+        width // 2,
+        kv_format,
+        rows,
+        symmetric_keys=kv_options.symmetric_keys,
+        value_group=kv_options.value_group,
+    )
+
+
+def _target_bytes(arrays: dict[str, BlockArray], target: str) -> int:
     if target not in TARGETS:
         raise ValueError(f"target: expected one of {', '.join(TARGETS)}; got {target!r}")
-    quantised = format_bytes.is_quantised(kv_format)
-    if target == "tpu" and quantised:
-        raise NotImplementedError(
-            f"target: expected dense for {kv_format} (the TPU padding of its arrays is not known), "
-            "got 'tpu'"
-        )
     if target == "tpu":
-        return device_bytes.tpu_pool_bytes(pool_shape, ledger.element_bits(kv_format))
-    layers, blocks, heads, rows, width = pool_shape
-    if quantised:
-        return layers * blocks * format_bytes.block_bytes(heads, width // 2, kv_format, rows).total
-    return ledger.values_bytes(layers * blocks * heads * rows * width, kv_format)
+        return sum(device_bytes.tpu_array_bytes(x.shape, x.element_bits) for x in arrays.values())
+    return sum(x.nbytes for x in arrays.values())
 
 
 @dataclass(frozen=True)
@@ -125,6 +165,7 @@ class CapacityPlan:
     """
 
     kv_format: str
+    kv_options: KVOptions
     block_size: int
     context_len: int
     tensor_parallel: int
@@ -154,27 +195,27 @@ class CapacityPlan:
         return {**asdict(self), "warnings": list(self.warnings)}
 
 
-def _stored_shape(pool_shape: device_bytes.PoolShape, kv_format: str) -> device_bytes.PoolShape:
-    """Returns the shape of the largest array of a pool: two 4-bit codes of a channel share a byte."""
-    if not format_bytes.is_quantised(kv_format):
-        return pool_shape
-    layers, blocks, heads, rows, width = pool_shape
-    code_bits = format_bytes.QUANTISED_FORMATS[kv_format].code_bits
-    return (layers, blocks, heads, rows * code_bits // 8, width)
-
-
 def _warnings(
-    shape: ModelShape, pool_shape: device_bytes.PoolShape, kv_format: str, target: str
+    shape: ModelShape,
+    pool_shape: device_bytes.PoolShape,
+    kv_format: str,
+    target: str,
+    kv_options: KVOptions,
 ) -> tuple[str, ...]:
-    found = list(device_bytes.int32_offset_warnings(_stored_shape(pool_shape, kv_format)))
-    if target == "tpu" and not device_bytes.tpu_keeps_row_major(
-        pool_shape, ledger.element_bits(kv_format)
-    ):
-        found.append(
-            f"block_size {pool_shape[3]} by width {pool_shape[4]} does not fill whole TPU tiles: "
-            "bytes count the row-major pool kernels read, padding included; XLA copies the pool "
-            "into that order unless the program's layout is forced"
-        )
+    layers, blocks, *block = pool_shape
+    arrays = {"pool": BlockArray(tuple(block), format_bytes.element_bits(_full(kv_format)))}
+    if format_bytes.is_quantised(kv_format):
+        arrays = _sealed_arrays(pool_shape, kv_format, kv_options)
+        layers -= 2 * kv_options.num_wide_layers
+    heads, rows, width = next(iter(arrays.values())).shape
+    found = list(device_bytes.int32_offset_warnings((layers, blocks, heads, rows, width)))
+    for name, array in arrays.items() if target == "tpu" else ():
+        if not device_bytes.tpu_keeps_row_major(array.shape, array.element_bits):
+            found.append(
+                f"{name}: {array.shape[-2]} rows by width {array.shape[-1]} do not fill whole TPU tiles: "
+                "bytes count the row-major array kernels read, padding included; XLA copies it "
+                "into that order unless the program's layout is forced"
+            )
     if shape.sliding_layers:
         found.append(
             f"sliding_layers: {len(shape.sliding_layers)} layers attend to {shape.sliding_window} "
@@ -215,6 +256,7 @@ def plan_capacity(
     reserve_fraction: float = 0.1,
     tensor_parallel: int = 1,
     target: str = "dense",
+    kv_options: KVOptions = OWN_OPTIONS,
 ) -> CapacityPlan:
     """Returns how many blocks, tokens and sequences of `context_len` fit a device's free memory.
 
@@ -228,19 +270,21 @@ def plan_capacity(
       reserve_fraction: share of the free memory kept for activations and fragmentation.
       tensor_parallel: devices the model is sharded over; weights are taken to divide evenly.
       target: `dense`, or `tpu` to count tiling padding.
+      kv_options: of quantised formats: symmetric keys, value group, wide layers.
 
     Raises: ValueError (field, value, expectation) for bad numbers, heads that do not shard, no room
-    beside the weights, or more blocks than an int32 id reaches; NotImplementedError when the
-    weights must be counted and cannot be, and for a quantised format with MLA or on `tpu`.
+    beside the weights, options a format does not have, or more blocks than an int32 id reaches; NotImplementedError when the
+    weights must be counted and cannot be, and for a quantised format with MLA.
     """
     context = ledger.check_count("context_len", context_len, 1)
     size = format_bytes.default_block_size(kv_format) if block_size is None else block_size
     unit = shard_shape(shape, 1, size, tensor_parallel)
     layers, _, heads, _, width = unit
     device = shape if shape.is_mla else replace(shape, num_kv_heads=heads)
-    per_token = device.bytes_per_token(kv_format, block_size=size)
-    open_block = device.open_block_bytes(kv_format, block_size=size)
-    block = pool_bytes(unit, kv_format, target)
+    counted: dict[str, Any] = {"block_size": size, "kv_options": kv_options}
+    per_token = device.bytes_per_token(kv_format, **counted)
+    open_block = open_block_bytes(unit, kv_format, target, kv_options)
+    block = pool_bytes(unit, kv_format, target, kv_options)
     weights = model_weights_bytes
     if weights is None:
         weights = weights_bytes(shape, weights_format)
@@ -249,7 +293,8 @@ def plan_capacity(
     per_sequence = ledger.num_blocks_needed(context, size)
     num_blocks, concurrency = _fit(budget, block, open_block, per_sequence)
     device_bytes.check_block_ids(num_blocks)
-    warnings = _warnings(shape, (layers, num_blocks, heads, size, width), kv_format, target)
+    pool = (layers, num_blocks, heads, size, width)
+    warnings = _warnings(shape, pool, kv_format, target, kv_options)
     if not concurrency:
         also = " and an open block" if open_block else ""
         warnings += (
@@ -258,6 +303,7 @@ def plan_capacity(
     kv_bytes = num_blocks * block + concurrency * open_block
     return CapacityPlan(
         kv_format=kv_format,
+        kv_options=kv_options,
         block_size=size,
         context_len=context,
         tensor_parallel=tensor_parallel,
@@ -270,7 +316,7 @@ def plan_capacity(
         block_bytes=block,
         sequence_bytes=ledger.sequence_bytes(context, per_token),
         sequence_block_bytes=per_sequence * block + open_block,
-        reachable_bytes=device.reachable_bytes(context, kv_format, block_size=size),
+        reachable_bytes=device.reachable_bytes(context, kv_format, **counted),
         blocks_per_sequence=per_sequence,
         num_blocks=num_blocks,
         num_tokens=num_blocks * size,
@@ -324,6 +370,7 @@ def kv_series(
     block_size: int | None = None,
     weights_format: str = "bfloat16",
     model_weights_bytes: int | None = None,
+    kv_options: KVOptions = OWN_OPTIONS,
 ) -> KVSeries:
     """Returns the data of the plot "KV against weights over context length".
 
@@ -338,9 +385,9 @@ def kv_series(
             weights = weights_bytes(shape, weights_format)
         except NotImplementedError:
             weights = None
-    open_block = shape.open_block_bytes(kv_format, block_size=block_size)
+    counted: dict[str, Any] = {"block_size": block_size, "kv_options": kv_options}
+    open_block = shape.open_block_bytes(kv_format, **counted)
     kv_bytes = tuple(
-        sequences * (shape.sequence_bytes(n, kv_format, block_size=block_size) + open_block)
-        for n in lens
+        sequences * (shape.sequence_bytes(n, kv_format, **counted) + open_block) for n in lens
     )
     return KVSeries(lens, kv_bytes, sequences, weights)

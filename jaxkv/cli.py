@@ -109,6 +109,25 @@ BlockSizeOption = Annotated[
     int | None,
     typer.Option(show_default="16; int8 and int4: 64, fp8_e4m3: 32", help="Tokens a block holds."),
 ]
+SymmetricKeysOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--symmetric-keys/--asymmetric-keys", show_default="the format's own",
+        help="Quantised formats: keys without or with a centre a channel.",
+    ),
+]  # fmt: skip
+ValueGroupOption = Annotated[
+    int | None,
+    typer.Option(
+        show_default="a head; int4: 32", help="Quantised formats: channels of V that share a scale."
+    ),
+]
+WideLayersOption = Annotated[
+    int,
+    typer.Option(
+        "--num-wide-layers", help="Quantised formats: layers at each end that stay in bfloat16."
+    ),
+]
 NumBlocksOption = Annotated[
     int | None, typer.Option(show_default="enough for the request", help="Blocks of the pool.")
 ]
@@ -176,6 +195,9 @@ def generate(
     kv_format: KVFormatOption = "float32",
     weights_format: WeightsFormatOption = "float32",
     block_size: BlockSizeOption = None,
+    symmetric_keys: SymmetricKeysOption = None,
+    value_group: ValueGroupOption = None,
+    num_wide_layers: WideLayersOption = 0,
     num_blocks: NumBlocksOption = None,
     prefill_chunk: Annotated[
         int | None, typer.Option(show_default="64", help="Prompt tokens per prefill call.")
@@ -195,6 +217,7 @@ def generate(
     """
     platform = cli_terminal.start_jax()
     from jaxkv import cli_generate, cli_report
+    from jaxkv.format_bytes import KVOptions
     from jaxkv.sampling import SamplingParams
 
     texts = cli_generate.read_prompts(prompts or [], file or [], lines)
@@ -205,6 +228,7 @@ def generate(
         num_beams=beams,
         chat=chat,
         kv_format=kv_format,
+        kv_options=KVOptions(symmetric_keys, value_group, num_wide_layers),
         block_size=block_size,
         num_blocks=num_blocks,
         prefill_chunk=prefill_chunk,
@@ -412,12 +436,16 @@ def profile(
     kv_format: KVFormatOption = "float32",
     weights_format: WeightsFormatOption = "float32",
     block_size: BlockSizeOption = None,
+    symmetric_keys: SymmetricKeysOption = None,
+    value_group: ValueGroupOption = None,
+    num_wide_layers: WideLayersOption = 0,
     num_blocks: NumBlocksOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a short generation and show the memory of the live cache, from its real arrays."""
     platform = cli_terminal.start_jax()
     from jaxkv import cli_generate, cli_report
+    from jaxkv.format_bytes import KVOptions
     from jaxkv.sampling import SamplingParams
 
     options = cli_generate.RunOptions(
@@ -425,6 +453,7 @@ def profile(
         sampling=SamplingParams(temperature=0.8, seed=seed),
         num_samples=num_samples,
         kv_format=kv_format,
+        kv_options=KVOptions(symmetric_keys, value_group, num_wide_layers),
         block_size=block_size,
         num_blocks=num_blocks,
         steps_per_dispatch=8,
@@ -458,6 +487,9 @@ def plan(
     kv_format: KVFormatOption = "bfloat16",
     weights_format: WeightsFormatOption = "bfloat16",
     block_size: BlockSizeOption = None,
+    symmetric_keys: SymmetricKeysOption = None,
+    value_group: ValueGroupOption = None,
+    num_wide_layers: WideLayersOption = 0,
     tensor_parallel: Annotated[int, typer.Option(help="Devices that share the kv heads.")] = 1,
     reserve: Annotated[float, typer.Option(help="Share of the memory to keep back.")] = 0.1,
     target: Annotated[
@@ -482,6 +514,7 @@ def plan(
 ) -> None:
     """Count what a cache costs and what fits a memory size, before anything is allocated."""
     from jaxkv import cli_plan
+    from jaxkv.format_bytes import KVOptions
 
     numbers = {
         "num_layers": layers, "num_q_heads": q_heads, "num_kv_heads": kv_heads, "head_dim": head_dim,
@@ -494,6 +527,7 @@ def plan(
         context_len=context,
         num_sequences=sequences,
         kv_format=kv_format,
+        kv_options=KVOptions(symmetric_keys, value_group, num_wide_layers),
         block_size=block_size,
         tensor_parallel=tensor_parallel,
         weights_format=weights_format,

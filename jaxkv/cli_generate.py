@@ -23,7 +23,7 @@ from jaxkv.cache import PagedKVCache
 from jaxkv.cli_report import open_bytes
 from jaxkv.cli_terminal import format_bytes, spinner, stderr
 from jaxkv.config import CacheConfig
-from jaxkv.format_bytes import default_block_size
+from jaxkv.format_bytes import OWN_OPTIONS, KVOptions, default_block_size
 from jaxkv.generate import Completion, Generator, NewTokens
 from jaxkv.model import DecoderModel
 from jaxkv.profile import MemoryProfile, memory_profile
@@ -67,7 +67,7 @@ class RunOptions:
       num_samples: sequences per prompt; with beams the best of them.
       num_beams: beams per prompt; None means no beam search.
       chat: put prompts into the tokenizer's chat template.
-      kv_format, block_size, num_blocks: the pool; block_size None means the format's own, num_blocks None enough
+      kv_format, kv_options, block_size, num_blocks: the pool; block_size None means the format's own, num_blocks None enough
         for the request.
       prefill_chunk: prompt tokens per prefill call; None means 64, or the longest prompt if that is shorter.
       steps_per_dispatch: decode steps between two looks of the host.
@@ -79,6 +79,7 @@ class RunOptions:
     num_beams: int | None = None
     chat: bool = False
     kv_format: str = "float32"
+    kv_options: KVOptions = OWN_OPTIONS
     block_size: int | None = None
     num_blocks: int | None = None
     prefill_chunk: int | None = None
@@ -277,6 +278,7 @@ def cache_config(
         max_seqs=len(prompt_lens) * samples,
         max_blocks_per_seq=ledger.num_blocks_needed(max(prompt_lens) + max_new_tokens, size),
         format=options.kv_format,
+        **dataclasses.asdict(options.kv_options),
     )
     check_memory(config)
     return config

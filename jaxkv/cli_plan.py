@@ -15,7 +15,7 @@ from rich.table import Table
 from jaxkv import ledger
 from jaxkv.capacity import CapacityPlan, KVSeries, kv_series, plan_capacity
 from jaxkv.cli_terminal import format_bytes, one_line, two_columns
-from jaxkv.format_bytes import default_block_size
+from jaxkv.format_bytes import OWN_OPTIONS, KVOptions, default_block_size
 from jaxkv.hf_config import model_shape_from_config
 from jaxkv.model_shape import ModelShape, model_shape, weights_bytes
 
@@ -32,14 +32,15 @@ class PlanOptions:
       context_len: tokens per sequence; None means 4,096, or the model's context if that is shorter.
       num_sequences: sequences in the table and the picture over context length.
       model_weights_bytes: the weights; None counts them in `weights_format`.
-      kv_format, block_size, tensor_parallel, weights_format, reserve_fraction, target: see `plan_capacity`;
-        block_size None means the format's own.
+      kv_format, kv_options, block_size, tensor_parallel, weights_format, reserve_fraction, target: see
+        `plan_capacity`; block_size None means the format's own.
     """
 
     free_bytes: int | None = None
     context_len: int | None = None
     num_sequences: int = 1
     kv_format: str = "bfloat16"
+    kv_options: KVOptions = OWN_OPTIONS
     block_size: int | None = None
     tensor_parallel: int = 1
     weights_format: str = "bfloat16"
@@ -62,16 +63,20 @@ class Plan:
 
     @property
     def token_bytes(self) -> tuple[int, int]:
-        """Bytes of one token in one layer and in all, without open blocks."""
-        in_layer = self.shape.bytes_per_token_per_layer(
-            self.options.kv_format, block_size=self.block_size
+        """Bytes of one token in one (quantised) layer and in all, without open blocks."""
+        return (
+            self.shape.bytes_per_token_per_layer(self.options.kv_format, **self._sizes),
+            self.shape.bytes_per_token(self.options.kv_format, **self._sizes),
         )
-        return in_layer, self.shape.num_layers * in_layer
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        return {"block_size": self.block_size, "kv_options": self.options.kv_options}
 
     @property
     def open_block_bytes(self) -> int:
         """Bytes of a sequence's open block; 0 for formats without scales."""
-        return self.shape.open_block_bytes(self.options.kv_format, block_size=self.block_size)
+        return self.shape.open_block_bytes(self.options.kv_format, **self._sizes)
 
     @property
     def sequence_bytes(self) -> int:
@@ -84,6 +89,7 @@ class Plan:
         return {
             "shape": dataclasses.asdict(self.shape),
             "kv_format": self.options.kv_format,
+            "kv_options": dataclasses.asdict(self.options.kv_options),
             "context_len": self.context_len,
             "block_size": self.block_size,
             "bytes_per_token_per_layer": in_layer,
@@ -177,6 +183,7 @@ def make_plan(shape: ModelShape, options: PlanOptions) -> Plan:
         shape,
         num_sequences=options.num_sequences,
         kv_format=options.kv_format,
+        kv_options=options.kv_options,
         block_size=size,
         weights_format=options.weights_format,
         model_weights_bytes=weights,
@@ -206,6 +213,7 @@ def _capacity(
         context_len=context_len,
         block_size=size,
         kv_format=options.kv_format,
+        kv_options=options.kv_options,
         weights_format=options.weights_format,
         model_weights_bytes=weights,
         reserve_fraction=options.reserve_fraction,
@@ -246,6 +254,7 @@ def _model_table(plan: Plan) -> Table:
     if not shape.is_mla and shape.num_q_heads != shape.num_kv_heads:
         saving = ledger.gqa_saving(shape.num_q_heads, shape.num_kv_heads)
         rows.append(("smaller than with all heads", f"{saving:g} times"))
+    rows += [(name, str(value)) for name, value in plan.options.kv_options.asked().items()]
     return two_columns(f"Model, KV in {plan.options.kv_format}", rows)
 
 

@@ -1,11 +1,15 @@
 """What the pool takes on a device: tiling padding, shards of kv heads, and the width of an index.
 
 The pool is one row-major array [layer, block, kv_head, block_size, width]; width is 2 * head_dim (K
-and V side by side), or the latent width for MLA. Pure Python; the TPU rule below was measured with
-the TPU compiler (tests/test_device_bytes.py).
+and V side by side), or the latent width for MLA. A quantised store has more arrays, all row-major
+too (pallas_kernels/sealed.py). Pure Python; the TPU rule below was measured with the TPU compiler
+(tests/test_device_bytes.py).
 
 References: field cases F1 to F3 (integer width) and M8 (kv heads over tensor-parallel shards).
 """
+
+import math
+from collections.abc import Sequence
 
 from jaxkv.ledger import check_count
 
@@ -25,35 +29,41 @@ def tpu_tile_rows(num_rows: int, element_bits: int) -> int:
 
     Eight, or the next power of two for fewer rows; never below the 32 / element_bits rows that
     share a 32-bit word. Eight holds for 16-bit elements too: XLA's tile is (8,128)(2,1), not 16
-    rows.
+    rows. (A whole multiple of 32 rows of 8 bits has tiles of 32, which pad no more than eight.)
 
-    Args: element_bits is 32 or 16, the widths the rule was measured for.
+    Args: element_bits is 32, 16 or 8, the widths the rule was measured for.
     """
-    if element_bits not in (16, 32):
-        raise NotImplementedError(f"element_bits: expected 16 or 32, got {element_bits}")
+    if element_bits not in (8, 16, 32):
+        raise NotImplementedError(f"element_bits: expected 8, 16 or 32, got {element_bits}")
     power = 1 << (check_count("num_rows", num_rows, 1) - 1).bit_length()
     return max(32 // element_bits, min(TPU_SUBLANES, power))
 
 
-def tpu_pool_bytes(pool_shape: PoolShape, element_bits: int) -> int:
-    """Returns the HBM bytes of a row-major pool on TPU.
+def tpu_array_bytes(shape: Sequence[int], element_bits: int) -> int:
+    """Returns the HBM bytes of a row-major array of two axes or more on TPU.
 
-    The width is padded to 128 lanes, block_size to whole tiles.
+    The last axis is padded to 128 lanes, the one before it to whole tiles.
     """
-    layers, blocks, heads, rows, width = pool_shape
+    *lead, rows, width = shape
     padded_rows = _round_up(rows, tpu_tile_rows(rows, element_bits))
-    return layers * blocks * heads * padded_rows * _round_up(width, TPU_LANES) * (element_bits // 8)
+    return math.prod(lead) * padded_rows * _round_up(width, TPU_LANES) * (element_bits // 8)
 
 
-def tpu_keeps_row_major(pool_shape: PoolShape, element_bits: int) -> bool:
-    """Returns whether XLA on TPU leaves the pool row-major when nothing asks it to.
+def tpu_pool_bytes(pool_shape: PoolShape, element_bits: int) -> int:
+    """Returns the HBM bytes of a row-major pool on TPU; see `tpu_array_bytes`."""
+    return tpu_array_bytes(pool_shape, element_bits)
+
+
+def tpu_keeps_row_major(shape: Sequence[int], element_bits: int) -> bool:
+    """Returns whether XLA on TPU leaves an array row-major when nothing asks it to.
 
     It does when the last two axes fill whole tiles. Otherwise it may choose another axis order to
-    save padding (seen: blocks minor-most at width 160, kv_head second-minor at block_size 12), and
-    then copies the whole pool on the way into and out of every program with a kernel that reads
-    rows; the entry point must force the row-major layout.
+    save padding (seen: blocks minor-most at width 160, kv_head second-minor at block_size 12,
+    blocks or layers second-minor where a scale has one row), and then copies the whole array on the
+    way into and out of every program with a kernel that reads rows; the entry point must force the
+    row-major layout.
     """
-    _, _, _, rows, width = pool_shape
+    *_, rows, width = shape
     return width % TPU_LANES == 0 and rows % tpu_tile_rows(rows, element_bits) == 0
 
 

@@ -10,10 +10,12 @@ References: pallas_kernels/sealed.py (the arrays of quantised formats and their 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from numbers import Integral
 
-SCALE_BYTES = 2
+SCALE_BITS = 16
+OPEN_FORMAT = "bfloat16"
 DEFAULT_BLOCK_SIZE = 16
 
 
@@ -41,6 +43,27 @@ class QuantisedFormat:
     default_value_group: int | None = None
 
 
+@dataclass(frozen=True)
+class KVOptions:
+    """What a quantised format may be asked for besides its block size; fields as in `CacheConfig`.
+
+    Attributes:
+      symmetric_keys: K without centres; None means the format's own.
+      value_group: channels of V that share a scale; None means the format's own.
+      num_wide_layers: layers at each end that are not quantised.
+    """
+
+    symmetric_keys: bool | None = None
+    value_group: int | None = None
+    num_wide_layers: int = 0
+
+    def asked(self) -> dict[str, object]:
+        """Returns the options that were asked for, by name; empty where all are the format's own."""
+        own = asdict(OWN_OPTIONS)
+        return {name: value for name, value in asdict(self).items() if value != own[name]}
+
+
+OWN_OPTIONS = KVOptions()  # every option the format's own
 KV_FORMATS: dict[str, ElementFormat] = {
     "float32": ElementFormat(element_bits=32),
     "float16": ElementFormat(element_bits=16),
@@ -112,6 +135,19 @@ def values_bytes(num_values: int, kv_format: str) -> int:
 
 
 @dataclass(frozen=True)
+class BlockArray:
+    """One array's part of a block in one layer: its axes after [layer, block], and the bits of an element."""
+
+    shape: tuple[int, ...]
+    element_bits: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, without device padding."""
+        return math.prod(self.shape) * self.element_bits // 8
+
+
+@dataclass(frozen=True)
 class BlockBytes:
     """Bytes of one block in one layer: `codes` (elements, where there are no scales), scales of K and V."""
 
@@ -130,7 +166,7 @@ class BlockBytes:
         return self.codes + self.scales
 
 
-def block_bytes(
+def block_arrays(
     num_kv_heads: int,
     head_dim: int,
     kv_format: str,
@@ -138,12 +174,12 @@ def block_bytes(
     *,
     symmetric_keys: bool | None = None,
     value_group: int | None = None,
-) -> BlockBytes:
-    """Returns what one block takes in one layer, of a sealed block for quantised formats::
+) -> dict[str, BlockArray]:
+    """Returns the arrays of one block in one layer by name, of a sealed block for quantised formats::
 
-        codes         2 * H * B * D * code_bits / 8
-        key_affine    H * D * 2 bytes, twice that with centres
-        value_affine  H * B * (D / value_group) * 2 bytes
+        codes         [H, B * code_bits / 8, 2 * D]   bytes; elements [H, B, 2 * D] where there are no scales
+        key_affine    [1, or 2 with centres, H * D]   bfloat16
+        value_affine  [D / value_group, H * B]        bfloat16
 
     Args:
       num_kv_heads, head_dim: H and D.
@@ -161,7 +197,7 @@ def block_bytes(
     size = check_count("block_size", size, 1)
     if not quantised:
         _refuse_options(kv_format, symmetric_keys=symmetric_keys, value_group=value_group)
-        return BlockBytes(values_bytes(2 * heads * size * dim, kv_format))
+        return {"codes": BlockArray((heads, size, 2 * dim), element_bits(kv_format))}
     format = QUANTISED_FORMATS[kv_format]
     if format.code_bits < 8 and size % 2:
         raise ValueError(f"block_size: expected an even number for {kv_format}, got {size}")
@@ -171,11 +207,32 @@ def block_bytes(
     group = default_value_group(kv_format, dim) if value_group is None else value_group
     if dim % check_count("value_group", group, 1):
         raise ValueError(f"value_group: expected a divisor of head_dim {dim}, got {group}")
-    return BlockBytes(
-        codes=2 * heads * size * dim * format.code_bits // 8,
-        key_affine=heads * dim * SCALE_BYTES * (2 if centres else 1),
-        value_affine=heads * size * (dim // group) * SCALE_BYTES,
+    return {
+        "codes": BlockArray((heads, size * format.code_bits // 8, 2 * dim), 8),
+        "key_affine": BlockArray((2 if centres else 1, heads * dim), SCALE_BITS),
+        "value_affine": BlockArray((dim // group, heads * size), SCALE_BITS),
+    }
+
+
+def block_bytes(
+    num_kv_heads: int,
+    head_dim: int,
+    kv_format: str,
+    block_size: int | None = None,
+    *,
+    symmetric_keys: bool | None = None,
+    value_group: int | None = None,
+) -> BlockBytes:
+    """Returns what one block takes in one layer: the bytes of its `block_arrays`, which also says what is raised."""
+    arrays = block_arrays(
+        num_kv_heads,
+        head_dim,
+        kv_format,
+        block_size,
+        symmetric_keys=symmetric_keys,
+        value_group=value_group,
     )
+    return BlockBytes(**{name: array.nbytes for name, array in arrays.items()})
 
 
 def _refuse_options(kv_format: str, **options: object) -> None:
@@ -184,13 +241,28 @@ def _refuse_options(kv_format: str, **options: object) -> None:
             raise ValueError(f"{name}: expected only with a quantised format, got {kv_format!r}")
 
 
+def num_wide(kv_format: str, num_layers: int, options: KVOptions) -> int:
+    """Returns how many of a model's layers are not quantised, for the options of its cache.
+
+    Raises: ValueError for options on a format without scales, or for as many wide layers as there are layers.
+    """
+    if not is_quantised(kv_format):
+        _refuse_options(kv_format, **asdict(options))
+    wide = 2 * check_count("num_wide_layers", options.num_wide_layers)
+    if wide >= num_layers:
+        raise ValueError(
+            f"num_wide_layers: expected less than half of {num_layers} layers, got {wide // 2}"
+        )
+    return wide
+
+
 def open_block_bytes(
     num_kv_heads: int,
     head_dim: int,
     kv_format: str,
     block_size: int | None = None,
     *,
-    open_format: str = "bfloat16",
+    open_format: str = OPEN_FORMAT,
 ) -> int:
     """Returns the bytes of one open block in one layer: full precision in `open_format`, 0 for formats without scales.
 
@@ -234,7 +306,7 @@ def store_bytes(
     num_blocks: int,
     max_seqs: int,
     block_size: int | None = None,
-    open_format: str = "bfloat16",
+    open_format: str = OPEN_FORMAT,
     symmetric_keys: bool | None = None,
     value_group: int | None = None,
     num_wide_layers: int = 0,
@@ -245,13 +317,7 @@ def store_bytes(
     """
     layers, blocks = check_count("num_layers", num_layers, 1), check_count("num_blocks", num_blocks)
     sequences = check_count("max_seqs", max_seqs)
-    if not is_quantised(kv_format):
-        _refuse_options(kv_format, num_wide_layers=num_wide_layers)
-    wide = 2 * check_count("num_wide_layers", num_wide_layers)
-    if wide >= layers:
-        raise ValueError(
-            f"num_wide_layers: expected less than half of {layers} layers, got {num_wide_layers}"
-        )
+    wide = num_wide(kv_format, layers, KVOptions(symmetric_keys, value_group, num_wide_layers))
     sizes = (num_kv_heads, head_dim, kv_format, block_size)
     block = block_bytes(*sizes, symmetric_keys=symmetric_keys, value_group=value_group)
     full_block = open_block_bytes(*sizes, open_format=open_format)

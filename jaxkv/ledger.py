@@ -35,6 +35,8 @@ def bytes_per_token_per_layer(
     kv_format: str = "bfloat16",
     *,
     block_size: int | None = None,
+    symmetric_keys: bool | None = None,
+    value_group: int | None = None,
 ) -> int:
     """Returns 2 * H_kv * d_head * s: one key and one value per kv head. For MHA pass the query
     heads, for GQA the kv heads.
@@ -42,14 +44,23 @@ def bytes_per_token_per_layer(
     Quantised formats: the codes and scales of a sealed block over its tokens, rounded up to whole
     bytes (at the default block sizes nothing is rounded where H_kv * d_head is a multiple of 16);
     the full-precision open block of a sequence comes on top (`format_bytes.open_block_bytes`).
-    `block_size` None means the format's own; without scales it changes nothing.
+    `block_size` None means the format's own; without scales it changes nothing. `symmetric_keys`
+    and `value_group` as in `CacheConfig`.
 
     References: doc 000 section 1.1; doc 002 section 2.2 equation (1).
     """
     if not is_quantised(kv_format):
         block_size = 1
     size = default_block_size(kv_format) if block_size is None else block_size
-    return -(-block_bytes(num_kv_heads, head_dim, kv_format, size).total // size)
+    block = block_bytes(
+        num_kv_heads,
+        head_dim,
+        kv_format,
+        size,
+        symmetric_keys=symmetric_keys,
+        value_group=value_group,
+    )
+    return -(-block.total // size)
 
 
 def mla_bytes_per_token_per_layer(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxkv import format_bytes, ledger
+from jaxkv.format_bytes import OWN_OPTIONS, KVOptions
 
 COUNTED_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 
@@ -72,58 +73,107 @@ class ModelShape:
             )
 
     def bytes_per_token_per_layer(
-        self, kv_format: str = "bfloat16", *, block_size: int | None = None
+        self,
+        kv_format: str = "bfloat16",
+        *,
+        block_size: int | None = None,
+        kv_options: KVOptions = OWN_OPTIONS,
     ) -> int:
-        """Returns the KV bytes of one token in one layer.
+        """Returns the KV bytes of one token in one layer; of a quantised cache, in a quantised layer.
 
         Quantised formats count codes and scales of a sealed block over its tokens, rounded up to
         whole bytes; `block_size` None means the format's own. Open blocks come on top.
 
-        Raises: NotImplementedError for MLA in a quantised format.
+        Raises: NotImplementedError for MLA in a quantised format; ValueError for options a format
+        does not have.
         """
         self._check_layout(kv_format)
+        format_bytes.num_wide(kv_format, self.num_layers, kv_options)
         if not format_bytes.is_quantised(kv_format):
             return ledger.values_bytes(self.cached_heads * self.cached_width, kv_format)
         return ledger.bytes_per_token_per_layer(
-            self.num_kv_heads, self.head_dim, kv_format, block_size=block_size
+            self.num_kv_heads,
+            self.head_dim,
+            kv_format,
+            block_size=block_size,
+            symmetric_keys=kv_options.symmetric_keys,
+            value_group=kv_options.value_group,
         )
 
-    def bytes_per_token(self, kv_format: str = "bfloat16", *, block_size: int | None = None) -> int:
-        """Returns the KV bytes of one token over all layers, without open blocks."""
-        return self.num_layers * self.bytes_per_token_per_layer(kv_format, block_size=block_size)
+    def bytes_per_token(
+        self,
+        kv_format: str = "bfloat16",
+        *,
+        block_size: int | None = None,
+        kv_options: KVOptions = OWN_OPTIONS,
+    ) -> int:
+        """Returns the KV bytes of one token over all layers, without open blocks; wide layers count
+        in the format of open blocks.
+        """
+        return self._all_layers_bytes([1] * self.num_layers, kv_format, block_size, kv_options)
 
     def open_block_bytes(
-        self, kv_format: str = "bfloat16", *, block_size: int | None = None
+        self,
+        kv_format: str = "bfloat16",
+        *,
+        block_size: int | None = None,
+        kv_options: KVOptions = OWN_OPTIONS,
     ) -> int:
-        """Returns the bytes of a sequence's full-precision open block over all layers.
+        """Returns the bytes of a sequence's full-precision open block over all quantised layers.
 
         It has one in quantised formats; 0 for formats without scales.
         """
         self._check_layout(kv_format)
-        return self.num_layers * format_bytes.open_block_bytes(
+        layers = self.num_layers - format_bytes.num_wide(kv_format, self.num_layers, kv_options)
+        return layers * format_bytes.open_block_bytes(
             self.num_kv_heads, self.head_dim, kv_format, block_size
         )
 
     def sequence_bytes(
-        self, num_tokens: int, kv_format: str = "bfloat16", *, block_size: int | None = None
+        self,
+        num_tokens: int,
+        kv_format: str = "bfloat16",
+        *,
+        block_size: int | None = None,
+        kv_options: KVOptions = OWN_OPTIONS,
     ) -> int:
         """Returns the KV bytes of `num_tokens` tokens, every layer holding all of them (as the
         cache does); without rounding to blocks and without the open block.
         """
-        per_token = self.bytes_per_token(kv_format, block_size=block_size)
+        per_token = self.bytes_per_token(kv_format, block_size=block_size, kv_options=kv_options)
         return ledger.sequence_bytes(num_tokens, per_token)
 
     def reachable_bytes(
-        self, num_tokens: int, kv_format: str = "bfloat16", *, block_size: int | None = None
+        self,
+        num_tokens: int,
+        kv_format: str = "bfloat16",
+        *,
+        block_size: int | None = None,
+        kv_options: KVOptions = OWN_OPTIONS,
     ) -> int:
         """Returns the KV bytes the next token can still attend to: sliding layers reach their
         window only.
         """
         window = num_tokens if self.sliding_window is None else self.sliding_window
-        num_sliding = len(self.sliding_layers)
-        rows = num_sliding * min(num_tokens, window)
-        rows += (self.num_layers - num_sliding) * num_tokens
-        return rows * self.bytes_per_token_per_layer(kv_format, block_size=block_size)
+        sliding = set(self.sliding_layers)
+        reached = [
+            min(num_tokens, window) if layer in sliding else num_tokens
+            for layer in range(self.num_layers)
+        ]
+        return self._all_layers_bytes(reached, kv_format, block_size, kv_options)
+
+    def _all_layers_bytes(
+        self, tokens: list[int], kv_format: str, block_size: int | None, kv_options: KVOptions
+    ) -> int:
+        """Returns the KV bytes of that many tokens in each layer."""
+        sealed = self.bytes_per_token_per_layer(
+            kv_format, block_size=block_size, kv_options=kv_options
+        )
+        ends = kv_options.num_wide_layers
+        if not ends:
+            return sum(tokens) * sealed
+        wide = self.bytes_per_token_per_layer(format_bytes.OPEN_FORMAT)
+        return sum(tokens[ends:-ends]) * sealed + sum(tokens[:ends] + tokens[-ends:]) * wide
 
 
 # Validation ---------------------------------------------------------------------------------------

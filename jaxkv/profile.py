@@ -127,7 +127,7 @@ def memory_profile(
         kv_peak_bytes=peak * block_bytes,
         shared_saved_bytes=max(0, held - used) * block_bytes,
         bookkeeping_bytes=arrays_bytes(cache) - kv_total,
-        kv_padded_bytes=_padded_bytes(cache.store) if platform == "tpu" else None,
+        kv_padded_bytes=padded_bytes(cache.store) if platform == "tpu" else None,
         utilisation=used / layout.num_blocks,
         peak_utilisation=peak / layout.num_blocks,
         fragmentation=ledger.fragmentation(tables, kv_lens, layout.block_size),
@@ -140,11 +140,9 @@ def _format_name(store: Store) -> str:
     return store.layout.format.name
 
 
-def _padded_bytes(store: Store) -> int:
-    if isinstance(store, QuantisedStore):
-        raise NotImplementedError(
-            "platform: expected cpu or gpu for a quantised store (its TPU padding is not known), got tpu"
-        )
-    layers, blocks, heads, rows, width = store.kv.shape
-    bits = 8 * store.kv.dtype.itemsize
-    return device_bytes.tpu_pool_bytes((layers, blocks, heads, rows, width), bits)
+def padded_bytes(store: Store) -> int:
+    """Returns the bytes of all arrays of a store as a TPU holds them, row-major."""
+    return sum(
+        device_bytes.tpu_array_bytes(leaf.shape, 8 * leaf.dtype.itemsize)
+        for leaf in jax.tree.leaves(store)
+    )

@@ -1,5 +1,6 @@
 """Capacity plans: the budget, what fits in it, shards, and the plot's series."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -10,11 +11,13 @@ from jaxkv import capacity, format_bytes
 from jaxkv.cache import init_cache
 from jaxkv.capacity import CapacityPlan, kv_series, plan_capacity
 from jaxkv.config import CacheConfig
+from jaxkv.format_bytes import KVOptions
 from jaxkv.model_shape import ModelShape, model_shape
 from jaxkv.profile import arrays_bytes
 
 GIB = 2**30
 ALL_FORMATS = [*format_bytes.KV_FORMATS, *format_bytes.QUANTISED_FORMATS]
+ALL_OPTIONS = KVOptions(symmetric_keys=True, value_group=4, num_wide_layers=1)
 QWEN_05B = model_shape(
     24,
     14,
@@ -63,13 +66,19 @@ def test_bookkeeping_bytes_any_format_is_int32() -> None:
         )
 
 
-@pytest.mark.parametrize("kv_format", ALL_FORMATS)
-def test_capacity_bytes_real_cache_are_the_same(kv_format: str) -> None:
-    config = CacheConfig(2, 3, 8, 4, 10, 3, 4, format=kv_format)
+@pytest.mark.parametrize(
+    ("kv_format", "options"),
+    [*((name, KVOptions()) for name in ALL_FORMATS), ("int4", ALL_OPTIONS), ("int8", ALL_OPTIONS)],
+)
+def test_capacity_bytes_real_cache_are_the_same(kv_format: str, options: KVOptions) -> None:
+    config = CacheConfig(3, 3, 8, 4, 10, 3, 4, format=kv_format, **dataclasses.asdict(options))
     cache = init_cache(config)
-    shape = model_shape(2, 6, 3, 8)
-    pool = capacity.pool_bytes(capacity.shard_shape(shape, num_blocks=10, block_size=4), kv_format)
-    stored = pool + 3 * shape.open_block_bytes(kv_format, block_size=4)
+    shape = model_shape(3, 6, 3, 8)
+    sizes = capacity.shard_shape(shape, num_blocks=10, block_size=4)
+    pool = capacity.pool_bytes(sizes, kv_format, kv_options=options)
+    open_block = shape.open_block_bytes(kv_format, block_size=4, kv_options=options)
+    assert capacity.open_block_bytes(sizes, kv_format, kv_options=options) == open_block
+    stored = pool + 3 * open_block
     assert arrays_bytes(cache.store) == stored
     assert cache.nbytes == stored + capacity.bookkeeping_bytes(10, 3, 4, kv_format)
 
@@ -154,20 +163,25 @@ def test_plan_sliding_and_mla_warn_what_the_cache_does() -> None:
 # Quantised formats --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_format", format_bytes.QUANTISED_FORMATS)
+@pytest.mark.parametrize(
+    ("kv_format", "options"),
+    [*((name, KVOptions()) for name in format_bytes.QUANTISED_FORMATS), ("int4", ALL_OPTIONS)],
+)
 @pytest.mark.parametrize("context_len", [1, 64, 2048, 5000])
 def test_plan_quantised_counts_an_open_block_for_each_sequence(
-    kv_format: str, context_len: int
+    kv_format: str, options: KVOptions, context_len: int
 ) -> None:
     """The plan's pool, built as a cache, fits the budget; one block more (or the sequence it completes) does not."""
     shape = model_shape(3, 4, 2, 64)
     made = plan(shape, kv_format=kv_format, context_len=context_len, free_bytes=40 * 2**20,
-                model_weights_bytes=0, reserve_fraction=0.0)  # fmt: skip
+                model_weights_bytes=0, reserve_fraction=0.0, kv_options=options)  # fmt: skip
+    own = dataclasses.asdict(options)
 
     def whole_bytes(num_blocks: int) -> int:
         """Counts by CacheConfig's own layout and by the arrays of an empty cache's bookkeeping."""
         seqs, per_seq = num_blocks // made.blocks_per_sequence, made.blocks_per_sequence
-        config = CacheConfig(3, 2, 64, made.block_size, num_blocks, seqs, per_seq, format=kv_format)
+        sizes = (made.block_size, num_blocks, seqs, per_seq)
+        config = CacheConfig(3, 2, 64, *sizes, format=kv_format, **own)
         cache = jax.eval_shape(lambda: init_cache(config))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
@@ -181,7 +195,8 @@ def test_plan_quantised_counts_an_open_block_for_each_sequence(
     assert made.sequence_block_bytes == (
         made.blocks_per_sequence * made.block_bytes + made.open_block_bytes
     )
-    assert made.open_bytes == made.concurrency * 3 * 2 * made.block_size * 128 * 2
+    layers = 3 - 2 * options.num_wide_layers
+    assert made.open_bytes == made.concurrency * layers * 2 * made.block_size * 128 * 2
 
 
 def test_plan_quantised_holds_more_and_is_json() -> None:
@@ -224,8 +239,6 @@ def test_plan_quantised_refuses_what_is_not_known() -> None:
     ):
         with pytest.raises(NotImplementedError, match=r"MLA \(kv_lora_rank 512\), got 'int[48]'"):
             call()
-    with pytest.raises(NotImplementedError, match=r"target: expected dense for int8 .*, got 'tpu'"):
-        plan(kv_format="int8", target="tpu")
     with pytest.raises(ValueError, match="block_size: expected an even number for int4, got 7"):
         plan(kv_format="int4", block_size=7)
     with pytest.raises(ValueError, match="float32, float16, bfloat16; got 'int8'"):
@@ -277,8 +290,13 @@ def test_plan_tpu_narrow_rows_count_padding() -> None:
     shape = model_shape(2, 8, 2, 80)
     dense, tpu = (plan(shape, model_weights_bytes=0, target=t) for t in ("dense", "tpu"))
     assert tpu.block_bytes == dense.block_bytes * 256 // 160
-    assert any("does not fill whole TPU tiles" in text for text in tpu.warnings)
+    assert any("pool: 16 rows by width 160 do not fill whole" in text for text in tpu.warnings)
     assert plan(target="tpu").block_bytes == plan().block_bytes
+    # Of int8, V's scales (one row a block) take twice their bytes; codes and K's rows fill their tiles.
+    dense, tpu = (plan(kv_format="int8", target=t) for t in ("dense", "tpu"))
+    assert tpu.block_bytes == dense.block_bytes + 24 * 2 * 64 * 2
+    assert tpu.open_block_bytes == dense.open_block_bytes
+    assert any("value_affine: 1 rows by width 128" in text for text in tpu.warnings)
     with pytest.raises(ValueError, match="target: expected one of dense, tpu; got 'gpu'"):
         plan(target="gpu")
 

@@ -176,14 +176,15 @@ def test_generate_quantised_format_brings_its_block_size_and_counts_open_blocks(
     loaded: FakeLoaded,
 ) -> None:
     """69 tokens of a sequence are held: one block of 64 is sealed on the way."""
-    result = run("generate", "once upon", "-n", "61", "--kv-format", "int4", "--json")
+    options = ["--symmetric-keys", "--value-group", "4"]
+    result = run("generate", "once upon", "-n", "61", "--kv-format", "int4", *options, "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     answer = json.loads(result.stdout)
     stats = answer["stats"]
     assert len(answer["completions"][0]["tokens"]) == 61
     assert (stats["kv_format"], stats["block_size"], stats["num_blocks"]) == ("int4", 64, 2)
     assert stats["kv_open_bytes"] == 2 * 2 * 64 * 16 * 2  # layers, heads, tokens, K and V, bfloat16
-    sealed = 2 * 2 * (64 * 16 // 2 + 2 * 8 * 2 + 64 * 2)  # codes; K scale and centre; V scale
+    sealed = 2 * 2 * (64 * 16 // 2 + 8 * 2 + 2 * 64 * 2)  # codes; K scale; two V scales
     assert stats["kv_bytes"] == stats["num_blocks"] * sealed + stats["kv_open_bytes"]
 
 
@@ -264,6 +265,8 @@ BAD_GENERATE = [
     (["--beams", "2", "--temperature", "0.7"], "temperature: expected no sampling option with"),
     (["--beams", "2", "--seed", "3"], "seed: expected no sampling option with beams"),
     (["--beams", "2", "--num-samples", "3"], "num_samples: expected at most the 2 of beams, got 3"),
+    (["--kv-format", "int8", "--num-wide-layers", "1"], "less than half of 2 layers, got 1"),
+    (["--value-group", "8"], "value_group: expected only with a quantised format, got 'float32'"),
     (["--chat"], "chat_template"),
     (["--file", "/nowhere/at/all"], "/nowhere/at/all"),
     ([""], "prompt 2: expected text, got an empty prompt"),
@@ -385,10 +388,25 @@ def test_plan_accounts_every_format(
     assert pool["block_bytes"] == size * 24 * per_token
     assert pool["open_bytes"] == pool["concurrency"] * open_block
     assert answer["series"]["kv_bytes"][0] == 1024 * 24 * per_token + open_block
-    table = run(*args)
+    table = run(*args, "--target", "tpu")  # every format has its padding
     assert (table.exit_code, table.stderr) == (0, "")
     assert f"KV in {kv_format}" in table.stdout
     assert ("open blocks, one a sequence" in table.stdout) == bool(open_block)
+
+
+def test_plan_counts_the_options_of_quantised_formats(config_json: str) -> None:
+    """int4 by hand, 2 kv heads of 64: 128 bytes of codes, 4 of K's scales without centres, 4 of V's; 4 wide layers."""
+    args = ["plan", config_json, "--context", "2048", "--memory", "8GiB", "--kv-format", "int4"]
+    args += ["--symmetric-keys", "--value-group", "64", "--num-wide-layers", "2"]
+    answer = json.loads(run(*args, "--json").stdout)
+    per_token = 20 * (128 + 4 + 4) + 4 * 512
+    assert answer["bytes_per_token_per_layer"] == 136
+    assert answer["sequence_bytes"] == answer["capacity"]["sequence_bytes"] == 2048 * per_token
+    assert answer["open_block_bytes"] == 20 * 64 * 512
+    assert answer["capacity"]["block_bytes"] == 64 * per_token
+    assert answer["series"]["kv_bytes"][0] == 1024 * per_token + 20 * 64 * 512
+    table = run(*args).stdout
+    assert all(name in table for name in ("symmetric_keys", "value_group", "num_wide_layers"))
 
 
 def test_plan_table_shows_pool_and_series(config_json: str) -> None:
@@ -432,9 +450,18 @@ BAD_PLAN = [
     (["CONFIG", "--weights-format", "int8"], "'int8'"),
     (["CONFIG", "--kv-format", "int4", "--block-size", "7"], "block_size: expected an even number"),
     (
-        ["CONFIG", "--kv-format", "int8", "--target", "tpu", "--memory", "24GiB"],
-        "target: expected dense for int8",
+        ["CONFIG", "--kv-format", "int8", "--value-group", "48"],
+        "value_group: expected a divisor of head_dim 64, got 48",
     ),
+    (
+        ["CONFIG", "--kv-format", "int8", "--num-wide-layers", "12"],
+        "num_wide_layers: expected less than half of 24 layers, got 12",
+    ),
+    (
+        ["CONFIG", "--kv-format", "fp8_e4m3", "--asymmetric-keys"],
+        "symmetric_keys: expected True for fp8_e4m3, got False",
+    ),
+    (["CONFIG", "--symmetric-keys"], "symmetric_keys: expected only with a quantised format"),
     (
         [
             "--layers",

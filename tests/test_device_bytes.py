@@ -1,16 +1,23 @@
 """TPU padding against what the TPU compiler reports, shards of kv heads, and index width."""
 
+import functools
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import device_bytes
+from jaxkv import CacheConfig, capacity, device_bytes, format_bytes
+from jaxkv.kv_store import init_store
+from jaxkv.model_shape import model_shape
+from jaxkv.profile import padded_bytes
 
 # Bytes of one (block, kv head) of a row-major pool as libtpu 0.0.52 reports them (argument bytes of
 # pools [3, 7, 2, block_size, width]); v5e, v6e and v5p agree, and so do uint16, bfloat16, float16.
@@ -36,7 +43,7 @@ MEASURED = {
 }
 
 MEASURE = """
-import json, re, sys
+import json, sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
@@ -45,16 +52,19 @@ from jax.sharding import SingleDeviceSharding
 topology = topologies.get_topology_desc(
     platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=[1, 1, 1])
 device = SingleDeviceSharding(topology.devices[0])
-row_major = Format(Layout(major_to_minor=(0, 1, 2, 3, 4)), device)
-for shape, dtype, force in json.loads(sys.argv[1]):
-    sharding = None if force else device
-    pool = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
-    options = {"in_shardings": row_major} if force else {}
-    compiled = jax.jit(lambda x: x[0, 0, 0, 0, 0], **options).lower(pool).compile()
-    layout = compiled.as_text().split("entry_computation_layout", 1)[1]
-    order = re.search(r"\\]\\{([0-9,]+):", layout)
+for arrays, force in json.loads(sys.argv[1]):
+    pools = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=None if force else device)
+        for shape, dtype in arrays
+    ]
+    orders = [tuple(range(len(pool.shape))) for pool in pools]
+    formats = [Format(Layout(major_to_minor=order), device) for order in orders]
+    options = {"in_shardings": (formats,)} if force else {}
+    first = jax.jit(lambda pools: [pool[(0,) * pool.ndim] for pool in pools], **options)
+    compiled = first.lower(pools).compile()
     size = compiled.memory_analysis().argument_size_in_bytes
-    print("RESULT", json.dumps([size, order.group(1) == "4,3,2,1,0"]))
+    found = [format.layout.major_to_minor for format in compiled.input_formats[0][0]]
+    print("RESULT", json.dumps([size, found == orders]))
 """
 
 
@@ -67,12 +77,12 @@ def test_tpu_pool_bytes_measured_shapes_match(
 
 
 def test_tpu_tile_rows_unmeasured_width_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="element_bits: expected 16 or 32, got 8"):
-        device_bytes.tpu_tile_rows(32, 8)
+    with pytest.raises(NotImplementedError, match="element_bits: expected 8, 16 or 32, got 4"):
+        device_bytes.tpu_tile_rows(32, 4)
 
 
-def measure(cases: Sequence[tuple[tuple[int, ...], str, bool]]) -> list[tuple[int, bool]]:
-    """Returns per (pool shape, dtype, forced row-major) its TPU bytes and if it is row-major."""
+def measure(cases: Sequence[tuple[Sequence[tuple[Any, str]], bool]]) -> list[tuple[int, bool]]:
+    """Returns per ((shape, dtype) of arrays, forced row-major) their TPU bytes and if all are row-major."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -92,26 +102,79 @@ def measure(cases: Sequence[tuple[tuple[int, ...], str, bool]]) -> list[tuple[in
     return [tuple(json.loads(line.removeprefix("RESULT "))) for line in lines]
 
 
-@pytest.mark.compile
-@pytest.mark.skipif(
+BITS = {"float32": 32, "uint16": 16, "bfloat16": 16}
+POOLS = [(3, 7, 2, *rows_width) for rows_width in MEASURED]
+POOLS += [(2, 1000, 3, 16, 64), (2, 1000, 3, 16, 160), (2, 1000, 3, 32, 576)]
+STORES: list[tuple[str, int, dict[str, Any]]] = [  # format, head_dim, options
+    *((name, dim, {}) for name in ("int8", "fp8_e4m3", "int4") for dim in (64, 128)),
+    ("int8", 128, {"symmetric_keys": True}),
+    ("int4", 128, {"num_wide_layers": 1, "value_group": 64}),
+]
+
+
+def quantised_store(kv_format: str, head_dim: int, options: dict[str, Any]) -> Any:
+    """Returns a store as shapes: 3 layers, 7 blocks, 5 sequences; 8 kv heads, 2 at head_dim 64."""
+    size = format_bytes.default_block_size(kv_format)
+    config = CacheConfig(
+        3, 8 if head_dim == 128 else 2, head_dim, size, 7, 5, 4,
+        format=kv_format, as_bits=False, **options,
+    )  # fmt: skip
+    return jax.eval_shape(lambda: init_store(config))
+
+
+def arrays_of(store: Any) -> tuple[tuple[Any, str], ...]:
+    """Returns (shape, dtype) of a store's arrays."""
+    return tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(store))
+
+
+@functools.cache
+def measured() -> dict[tuple[Any, bool], tuple[int, bool]]:
+    """Returns what one process of the TPU compiler says of every case below."""
+    singles = [(shape, dtype) for shape in POOLS for dtype in BITS]
+    cases: list[tuple[Any, bool]] = [((x,), force) for x in singles for force in (True, False)]
+    cases += [((((3, 7, 2, rows, 128), "uint8"),), True) for rows in (2, 12, 24)]
+    stores = [arrays_of(quantised_store(*store)) for store in STORES]
+    cases += [(arrays, True) for arrays in stores]
+    cases += [((x,), False) for x in dict.fromkeys(x for arrays in stores for x in arrays)]
+    return dict(zip(cases, measure(cases), strict=True))
+
+
+needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed: the TPU compiler is the measure",
 )
-def test_tpu_pool_bytes_compiler_reports_the_same() -> None:
-    bits = {"float32": 32, "uint16": 16, "bfloat16": 16}
-    shapes = [(3, 7, 2, *rows_width) for rows_width in MEASURED]
-    shapes += [(2, 1000, 3, 16, 64), (2, 1000, 3, 16, 160), (2, 1000, 3, 32, 576)]
-    cases = [(shape, dtype, force) for shape in shapes for dtype in bits for force in (True, False)]
-    results = measure(cases)
-    assert len(results) == len(cases)
-    for (shape, dtype, force), (size, is_row_major) in zip(cases, results, strict=True):
-        expected = device_bytes.tpu_pool_bytes(shape, bits[dtype])
-        if force or device_bytes.tpu_keeps_row_major(shape, bits[dtype]):
+
+
+@pytest.mark.compile
+@needs_tpu_compiler
+def test_tpu_array_bytes_compiler_reports_the_same() -> None:
+    for (arrays, force), (size, is_row_major) in measured().items():
+        if len(arrays) > 1:
+            continue
+        ((shape, dtype),) = arrays
+        bits = 8 * jnp.dtype(dtype).itemsize
+        if force or device_bytes.tpu_keeps_row_major(shape, bits):
+            expected = device_bytes.tpu_array_bytes(shape, bits)
             assert (size, is_row_major) == (expected, True), (shape, dtype, force)
     # Left to itself XLA gives up the row order of a many-block pool of width 160 to save padding.
-    free = results[cases.index(((2, 1000, 3, 16, 160), "bfloat16", False))]
-    assert free[0] < device_bytes.tpu_pool_bytes((2, 1000, 3, 16, 160), 16)
-    assert not free[1]
+    size, is_row_major = measured()[(((2, 1000, 3, 16, 160), "bfloat16"),), False]
+    assert size < device_bytes.tpu_pool_bytes((2, 1000, 3, 16, 160), 16)
+    assert not is_row_major
+
+
+@pytest.mark.compile
+@needs_tpu_compiler
+def test_tpu_bytes_of_quantised_stores_are_the_compilers() -> None:
+    """Codes, scales, open blocks and wide layers: profile and plan count what the compiler reports."""
+    for kv_format, head_dim, options in STORES:
+        store = quantised_store(kv_format, head_dim, options)
+        size, _ = measured()[arrays_of(store), True]
+        assert padded_bytes(store) == size, (kv_format, head_dim, options)
+        shape = model_shape(3, 8, store.layout.num_kv_heads, head_dim)
+        one = capacity.shard_shape(shape, 1, store.layout.block_size)
+        how = (kv_format, "tpu", format_bytes.KVOptions(**options))
+        planned = 7 * capacity.pool_bytes(one, *how) + 5 * capacity.open_block_bytes(one, *how)
+        assert planned == size, (kv_format, head_dim, options)
 
 
 # Shards and index width ---------------------------------------------------------------------------

@@ -89,6 +89,14 @@ def test_profile_on_tpu_adds_the_padding(format: str, padded_rows: int, itemsize
     )  # width 32 fills a quarter of 128 lanes
 
 
+def test_profile_of_codes_on_tpu_adds_the_padding() -> None:
+    """int4, 2 heads of 32, blocks of 8: codes [2, 4, 64], K's affine [2, 64], V's [1, 16], open [2, 8, 64]."""
+    config = _config("int4", head_dim=32, block_size=8)
+    profile = memory_profile(init_cache(config), platform="tpu")
+    sealed = 2 * 4 * 128 + 2 * 128 * 2 + 2 * 128 * 2
+    assert profile.kv_padded_bytes == 3 * (10 * sealed + config.max_seqs * 2 * 8 * 128 * 2)
+
+
 def test_profile_weights_are_the_arrays_and_tied_ones_count_once() -> None:
     table = jnp.zeros((7, 5), jnp.float32)
     weights = {"embed": table, "head": table, "norm": jnp.ones(5, jnp.bfloat16)}

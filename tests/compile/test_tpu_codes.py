@@ -112,18 +112,34 @@ def test_sealing_compiles_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chip", "format"),
+    ("chip", "format", "num_blocks"),
     [
-        ("v5e", "int8"),
-        pytest.param("v6e", "fp8_e4m3", marks=pytest.mark.exhaustive),
-        pytest.param("v5p", "int4", marks=pytest.mark.exhaustive),
+        ("v5e", "int8", 512),
+        pytest.param("v6e", "fp8_e4m3", 512, marks=pytest.mark.exhaustive),
+        pytest.param("v5p", "int4", 512, marks=pytest.mark.exhaustive),
+        pytest.param("v5p", "int4", 20_000, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "v5e",
+            "int8",
+            20_000,
+            marks=[
+                pytest.mark.exhaustive,
+                pytest.mark.xfail(
+                    strict=True,
+                    reason="XLA keeps value_affine (one row a block) with blocks second-minor and copies it into rows, "
+                    "padded to two: 1.5 % of the pool; of 512 blocks the copy fits VMEM and counts nowhere",
+                ),
+            ],
+        ),
     ],
 )
-def test_decode_loop_over_codes_keeps_every_pool_in_place(chip: str, format: str) -> None:
+def test_decode_loop_over_codes_keeps_every_pool_in_place(
+    chip: str, format: str, num_blocks: int
+) -> None:
     """Reserve, write, seal, read both parts, over layers in a scan over steps: alias all, temp at most 1 %."""
     rows, layers, heads, dim = 8, 4, 8, 128
     config = CacheConfig(
-        num_layers=layers, num_kv_heads=heads, head_dim=dim, block_size=64, num_blocks=512,
+        num_layers=layers, num_kv_heads=heads, head_dim=dim, block_size=64, num_blocks=num_blocks,
         max_seqs=rows, max_blocks_per_seq=64, format=format, as_bits=False,
     )  # fmt: skip
 
