@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxkv.admit import evict, register, with_prefix_reuse
     from jaxkv.block_pool import BlockPool
     from jaxkv.block_table import BlockTables
     from jaxkv.cache import (
@@ -23,9 +24,13 @@ if TYPE_CHECKING:
         truncate,
     )
     from jaxkv.config import CacheConfig
+    from jaxkv.eviction import Policy, aged_lfu, cost_aware, fair, lfu, lru
     from jaxkv.invariants import check_invariants
     from jaxkv.model import DecoderModel
+    from jaxkv.namespace import Namespace
     from jaxkv.profile import MemoryProfile, memory_profile
+    from jaxkv.reuse import PrefixReuse
+    from jaxkv.snapshot import PoolSnapshot, pool_snapshot
     from jaxkv.status import CapacityError, Status, StatusBit, TransitionError
     from pallas_kernels.layout import BatchView, KVFormat, KVLayout, KVStore
 
@@ -40,22 +45,37 @@ __all__ = [
     "KVLayout",
     "KVStore",
     "MemoryProfile",
+    "Namespace",
     "PagedKVCache",
+    "Policy",
+    "PoolSnapshot",
+    "PrefixReuse",
     "Status",
     "StatusBit",
     "TransitionError",
+    "aged_lfu",
     "check_invariants",
     "clear_status",
+    "cost_aware",
+    "evict",
+    "fair",
     "fork",
     "init_cache",
+    "lfu",
+    "lru",
     "memory_profile",
+    "pool_snapshot",
     "raise_for_status",
+    "register",
     "release",
     "reserve",
     "truncate",
+    "with_prefix_reuse",
 ]
 
+# `admit` itself stays in its module of the same name: from jaxkv.admit import admit.
 _MODULES = {
+    "jaxkv.admit": ("evict", "register", "with_prefix_reuse"),
     "jaxkv.block_pool": ("BlockPool",),
     "jaxkv.block_table": ("BlockTables",),
     "jaxkv.cache": (
@@ -63,9 +83,13 @@ _MODULES = {
         "truncate",
     ),
     "jaxkv.config": ("CacheConfig",),
+    "jaxkv.eviction": ("Policy", "aged_lfu", "cost_aware", "fair", "lfu", "lru"),
     "jaxkv.invariants": ("check_invariants",),
     "jaxkv.model": ("DecoderModel",),
+    "jaxkv.namespace": ("Namespace",),
     "jaxkv.profile": ("MemoryProfile", "memory_profile"),
+    "jaxkv.reuse": ("PrefixReuse",),
+    "jaxkv.snapshot": ("PoolSnapshot", "pool_snapshot"),
     "jaxkv.status": ("CapacityError", "Status", "StatusBit", "TransitionError"),
     "pallas_kernels.layout": ("BatchView", "KVFormat", "KVLayout", "KVStore"),
 }  # fmt: skip

@@ -34,7 +34,9 @@ BASE = CacheConfig(
     open_format="float32",
 )
 MODEL = fake_model()
-FORMATS = ["float32", "int8", "fp8_e4m3", "int4"]
+FORMATS = [
+    "float32", "int8", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fp8_e4m3", "int4")),
+]  # fmt: skip
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # three blocks
 
 
