@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
-from reuse_driver import CROWDED, ReuseDriver
+from driver import token_kv
+from reuse_driver import CROWDED, WIDTH, WORDS, ReuseDriver
 
 from jaxkv import StatusBit, memory_profile, pool_snapshot
 from jaxkv.eviction import lru
@@ -264,3 +266,27 @@ def test_snapshot_and_profile_tell_live_shared_cached_and_free_apart() -> None:
     assert profile.shared_saved_bytes == 5 * profile.kv_total_bytes // CROWDED.num_blocks
     d.release(0, 1, 2)
     assert memory_profile(d.cache).used_blocks == pool_snapshot(d.cache).num_live == 0
+
+
+def test_transitions_never_ask_the_host() -> None:
+    """Hits, misses, an eviction and a refused call; the driver's programs refuse to be traced twice."""
+    d = small_pool()
+    run, rows = d._run, d.rows
+    kv = token_kv(CROWDED, np.zeros((rows, WIDTH), np.int64))
+    calls = []
+    for prompt in (text(1, 9), text(1, 9), text(2, 12), text(1, 9), text(1, 24)):
+        tokens = np.full((rows, WIDTH), -7, np.int32)
+        tokens[0, : len(prompt)] = prompt
+        ids = np.array([0, *[CROWDED.no_seq] * (rows - 1)], np.int32)
+        lens, words = np.full(rows, len(prompt), np.int32), WORDS[[0] * rows]
+        calls.append(jax.device_put((ids, tokens, lens, words, *kv)))
+    mask = jax.device_put(np.arange(CROWDED.max_seqs) == 0)
+    cache, found = jax.device_put(d.cache), []
+    with jax.transfer_guard("disallow"):
+        for ids, tokens, *rest in calls:
+            cache, _, hits = run.admit(cache, ids, tokens, *rest)
+            cache, _ = run.register(cache, ids, tokens)
+            cache = run.release(cache, mask)
+            found.append(hits)
+    assert [int(hits[0]) for hits in found] == [0, 8, 0, 4, 0]
+    assert StatusBit(int(cache.status.bits)) & StatusBit.OUT_OF_BLOCKS

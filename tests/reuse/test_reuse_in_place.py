@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from fast_compile import FAST_COMPILE
 
 from jaxkv import CacheConfig, init_cache, release
 from jaxkv.admit import admit, register, with_prefix_reuse
-from jaxkv.namespace import Namespace
 
 ROWS, WIDTH = 4, 32
 LARGE = CacheConfig(
@@ -105,46 +102,6 @@ def test_transition_costs_grow_with_the_depth_of_the_tree_alone(transition: str)
         shallow, deep, deepest = (cost[what] for cost in costs)
         assert deep <= deepest <= 1.08 * deep
         assert deepest <= 2 * shallow
-
-
-def test_transitions_trace_once_and_never_ask_the_host() -> None:
-    """Other prompts, lengths, hits and evictions are the same programs, and none of them moves a byte to the host."""
-    config = dataclasses.replace(LARGE, num_blocks=12)
-    traces: Counter[Callable[..., Any]] = Counter()
-
-    def release_all(config: CacheConfig, cache: Any) -> Any:
-        return release(config, cache, cache.tables.kv_lens > 0)
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def traced(*args: Any) -> Any:
-            traces[function] += 1
-            return function(config, *args)
-
-        return jax.jit(traced, donate_argnums=0, compiler_options=FAST_COMPILE)
-
-    start, note, end = map(counted, (admit, register, release_all))
-    cache = with_prefix_reuse(config, init_cache(config))
-    words = jnp.asarray(np.stack([Namespace().words()] * ROWS))
-    rounds = []
-    for first, lens in (
-        (1, [9, 8, 3, 1]),
-        (1, [9, 8, 0, 4]),
-        (5, [32, 2, 0, 4]),
-        (1, [9, 8, 40, 4]),
-    ):
-        prompts = first + np.arange(ROWS)[:, None] * 100 + np.arange(WIDTH)[None, :]
-        rows = np.where(np.array(lens) > 0, np.arange(ROWS), config.no_seq)
-        rounds.append([jnp.asarray(x, jnp.int32) for x in (rows, prompts, lens)])
-    hits = []
-    with jax.transfer_guard("disallow"):
-        for rows, prompts, lens in rounds:
-            cache, _, found = start(cache, rows, prompts, lens, words)
-            cache, _ = note(cache, rows, prompts)
-            cache = end(cache)
-            hits.append(found)
-    assert [found.tolist() for found in hits[:2]] == [[0] * ROWS, [8, 4, 0, 0]]
-    assert int(cache.reuse.log.turnover) + int(cache.reuse.log.remainder) > 0, "nothing was evicted"
-    assert list(traces.values()) == [1, 1, 1]
 
 
 def test_fresh_state_can_be_donated() -> None:
