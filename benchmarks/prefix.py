@@ -1,4 +1,7 @@
-"""Cost of lookup and of admit: it must follow the blocks of the prompts, not the pool."""
+"""Cost of lookup and of admit, which must follow the blocks of the prompts, not the pool; and what reuse saves a real model.
+
+The second part (`shared_prompt`) needs SmolLM2-135M's GGUF file (see `cpu_decode.model_path`); --quick leaves it out.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import shared_prompt
 
 from jaxkv import CacheConfig, PagedKVCache, check_invariants, init_cache, release
 from jaxkv.admit import admit, register, with_prefix_reuse
@@ -115,7 +119,7 @@ class Subject:
 
 def run(quick: bool) -> list[harness.Result]:
     """Measures both pools in turn, for hits, for misses that evict, and for lookup alone."""
-    rounds, repeat = (15, 5) if quick else (51, 20)
+    rounds, repeat = (15, 5) if quick else (25, 20)
     results = []
     for name, policy in list(POLICIES.items())[: 1 if quick else None]:
         small, large = Subject(SMALL_POOL, policy), Subject(LARGE_POOL, policy)
@@ -127,7 +131,7 @@ def run(quick: bool) -> list[harness.Result]:
         for case, work in cases.items():
             times = harness.alternate(rounds, work(small), work(large))
             results += compared(f"prefix.{case}", name, times, repeat)
-    return results
+    return results + ([] if quick else shared_prompt.measure())
 
 
 def compared(

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxkv.admit import evict, register, with_prefix_reuse
     from jaxkv.async_engine import AsyncEngine
     from jaxkv.beam import BeamResult, Hypothesis, beam_search
     from jaxkv.block_pool import BlockPool
@@ -26,13 +27,16 @@ if TYPE_CHECKING:
     )
     from jaxkv.config import CacheConfig
     from jaxkv.engine import Engine, EngineStats
+    from jaxkv.eviction import Policy, aged_lfu, cost_aware, fair, lfu, lru
     from jaxkv.invariants import check_invariants
     from jaxkv.model import DecoderModel
     from jaxkv.namespace import Namespace
     from jaxkv.permute import reorder
     from jaxkv.profile import MemoryProfile, memory_profile
     from jaxkv.request import Event, FinishReason, Handle, Output, Request
+    from jaxkv.reuse import PrefixReuse
     from jaxkv.sampling import SamplingParams
+    from jaxkv.snapshot import PoolSnapshot, pool_snapshot
     from jaxkv.speculate import max_draft_lens
     from jaxkv.status import CapacityError, Status, StatusBit, TransitionError
     from pallas_kernels.layout import BatchView, KVFormat, KVLayout, KVStore
@@ -59,46 +63,62 @@ __all__ = [
     "Namespace",
     "Output",
     "PagedKVCache",
+    "Policy",
+    "PoolSnapshot",
+    "PrefixReuse",
     "Request",
     "SamplingParams",
     "Status",
     "StatusBit",
     "TransitionError",
+    "aged_lfu",
     "beam_search",
     "check_invariants",
     "clear_status",
+    "cost_aware",
+    "evict",
+    "fair",
     "fork",
     "init_cache",
+    "lfu",
+    "lru",
     "max_draft_lens",
     "memory_profile",
+    "pool_snapshot",
     "raise_for_status",
+    "register",
     "release",
     "reorder",
     "reserve",
     "truncate",
+    "with_prefix_reuse",
 ]
 
+# `admit` itself stays in its module of the same name: from jaxkv.admit import admit.
 _MODULES = {
+    "jaxkv.admit": ("evict", "register", "with_prefix_reuse"),
+    "jaxkv.async_engine": ("AsyncEngine",),
     "jaxkv.beam": ("BeamResult", "Hypothesis", "beam_search"),
     "jaxkv.block_pool": ("BlockPool",),
     "jaxkv.block_table": ("BlockTables",),
     "jaxkv.cache": (
-        "PagedKVCache", "clear_status", "fork", "init_cache", "raise_for_status", "release", "reserve",
-        "truncate",
+        "PagedKVCache", "clear_status", "fork", "init_cache", "raise_for_status", "release", "reserve", "truncate",
     ),
     "jaxkv.config": ("CacheConfig",),
+    "jaxkv.engine": ("Engine", "EngineStats"),
+    "jaxkv.eviction": ("Policy", "aged_lfu", "cost_aware", "fair", "lfu", "lru"),
     "jaxkv.invariants": ("check_invariants",),
     "jaxkv.model": ("DecoderModel",),
+    "jaxkv.namespace": ("Namespace",),
     "jaxkv.permute": ("reorder",),
     "jaxkv.profile": ("MemoryProfile", "memory_profile"),
+    "jaxkv.request": ("Event", "FinishReason", "Handle", "Output", "Request"),
+    "jaxkv.reuse": ("PrefixReuse",),
+    "jaxkv.sampling": ("SamplingParams",),
+    "jaxkv.snapshot": ("PoolSnapshot", "pool_snapshot"),
+    "jaxkv.speculate": ("max_draft_lens",),
     "jaxkv.status": ("CapacityError", "Status", "StatusBit", "TransitionError"),
     "pallas_kernels.layout": ("BatchView", "KVFormat", "KVLayout", "KVStore"),
-    "jaxkv.async_engine": ("AsyncEngine",),
-    "jaxkv.engine": ("Engine", "EngineStats",),
-    "jaxkv.request": ("Event", "FinishReason", "Handle", "Output", "Request",),
-    "jaxkv.sampling": ("SamplingParams",),
-    "jaxkv.namespace": ("Namespace",),
-    "jaxkv.speculate": ("max_draft_lens",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -217,7 +217,7 @@ def register(
     old_ids = cache.tables.blocks[slot, :width]
     index = reuse.index
     place = index.place[jnp.minimum(old_ids, config.num_blocks - 1)]
-    was_findable = place < index.table.size
+    was_findable = place < index.num_places
     # No place is below 0: the ids are what they are, but insert writes places only once these are read.
     own_ids = jnp.where(jnp.any(place < 0), config.no_block, old_ids)
     index, ids, num_findable = prefix.insert(

@@ -1,4 +1,4 @@
-"""The command line: `jaxkv generate`, `jaxkv serve`, `jaxkv bench`, `jaxkv plan`, `jaxkv profile`.
+"""The command line: `jaxkv generate`, `serve`, `bench`, `plan`, `profile` and `inspect`.
 
 The composition root: the only file of the package that imports `models`.
 
@@ -467,6 +467,39 @@ def profile(
     title = f"At the fullest ({platform}, {kv_format})"
     Console().print(cli_report.profile_table(fullest, title))
     Console().print(cli_report.profile_table(profiles[-1], "After the run"))
+
+
+@app.command()
+def inspect(
+    prompts: PromptArgument = None,
+    model: ModelOption = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Tokens of each request.")
+    ] = 24,
+    num_slots: Annotated[int, typer.Option(help="Requests that run at once.")] = 3,
+    steps_per_look: Annotated[int, typer.Option(help="Decode steps between two looks.")] = 4,
+    kv_format: KVFormatOption = "float32",
+    weights_format: WeightsFormatOption = "float32",
+    block_size: BlockSizeOption = None,
+    num_blocks: NumBlocksOption = None,
+    png: Annotated[
+        Path | None, typer.Option(show_default=False, help="Write the busiest moment to this .png.")
+    ] = None,
+    animate: Annotated[
+        Path | None, typer.Option(show_default=False, help="Write the whole run to this .gif.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve a few requests that share prefixes and show the blocks of the pool: whose, shared, cached, free."""
+    cli_terminal.start_jax()
+    from jaxkv import cli_inspect
+
+    out = cli_inspect.Outputs(png, animate, as_json)
+    out.check()
+    options = cli_inspect.InspectOptions(
+        max_new_tokens, num_slots, steps_per_look, kv_format, block_size, num_blocks
+    )
+    cli_inspect.inspect_run(_load(model, weights_format), prompts or [], options, out)
 
 
 @app.command()

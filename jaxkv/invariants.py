@@ -11,7 +11,7 @@ from jaxkv.block_pool import BlockPool
 from jaxkv.cache import PagedKVCache
 from jaxkv.config import CacheConfig
 from jaxkv.reuse import PrefixReuse
-from jaxkv.victim_tree import FAN
+from jaxkv.victim_tree import FAN, NO_KEY
 from pallas_kernels.sealed import QuantisedStore
 
 
@@ -107,7 +107,7 @@ def _broken_reuse(
             broken.append(f"{name} {np.asarray(counts)}, expected {want}")
     broken += _broken_tree(config, reuse)
 
-    place, table = np.asarray(reuse.index.place), np.asarray(reuse.index.table).reshape(-1)
+    place, table = np.asarray(reuse.index.place), np.asarray(reuse.index.table)[:, 0].reshape(-1)
     entered = np.full(table.size, config.no_block)
     findable = np.flatnonzero(place < table.size)
     entered[place[findable]] = findable
@@ -117,7 +117,7 @@ def _broken_reuse(
 
 
 def _broken_tree(config: CacheConfig, reuse: PrefixReuse) -> list[str]:
-    """Returns which nodes of the tree do not name the best victim below them."""
+    """Returns which nodes of the tree do not hold the best victim below them."""
     log, tree = reuse.log, reuse.tree
     first, second = (
         np.asarray(w) for w in reuse.policy.key(log.last_access, log.use_count, log.score)
@@ -134,7 +134,8 @@ def _broken_tree(config: CacheConfig, reuse: PrefixReuse) -> list[str]:
         below = [
             [[min(b) for b in lane if b] for lane in zip(*group, strict=True)] for group in groups
         ]
-        want = [[min(lane)[2] if lane else config.no_block for lane in group] for group in below]
+        nothing = (NO_KEY, NO_KEY, config.no_block)
+        want = [[min(lane) if lane else nothing for lane in group] for group in below]
         if not np.array_equal(want, level):
             broken.append(f"level {height} of the tree is {np.asarray(level)}, expected {want}")
     return broken

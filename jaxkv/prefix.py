@@ -3,9 +3,10 @@
 The index lives on the device.  A block is findable under a key: its tokens, the block before it, and the
 namespace.  A set-associative table leads from a hash of the whole prefix to a few candidates:
 
-    table  i32[set, way]   ids of blocks, NO_BLOCK where the way is empty
-    tags   u32[set, way]   the hash of each, a filter
-    tokens, parent, parent_generation, namespace of every findable block, compared in full
+    table    i32[set, 2, way]   ids of blocks, NO_BLOCK where the way is empty; then their hashes, a filter
+    records  i32[block, ...]    of every findable block what it holds and stands behind, compared in full
+
+What is read together lies together: on a large pool every array that a lookup touches costs a miss of its own.
 
 Invariants:
   * A hit is exact: tokens, namespace, parent and the parent's generation are all compared.  The hash decides
@@ -36,42 +37,33 @@ _STEP = 0x9E3779B1  # odd, so powers of it have inverses modulo 2**32
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "tokens", "parent", "parent_generation", "namespace", "depth", "generation", "place", "table",
-        "tags",
-    ],
-    meta_fields=[],
-)  # fmt: skip
+    jax.tree_util.register_dataclass, data_fields=["records", "place", "table"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class PrefixIndex:
     """What every findable block holds, and where to look for it.
 
     Attributes:
-      tokens: i32[block, block_size].
-      parent: i32[block], the block before it, NO_BLOCK for a first block; parent_generation: i32[block], the
-        parent's generation when the block was inserted, 0 for a first block.
-      namespace: i32[block, 8].
-      depth: i32[block], blocks before it.
-      generation: i32[block], how often the block has been removed from the index.
-      place: i32[block], set * WAYS + way, or the table's size for a block that is not findable.
-      table: i32[set, way]; tags: u32[set, way].
+      records: i32[block, block_size + 8 + 3]: the block's tokens; its namespace; its parent, the block before it
+        (NO_BLOCK for a first block); the parent's generation when the block was inserted (0 for a first block); its
+        own generation, how often it has been removed from the index.
+      place: i32[block], set * WAYS + way, or `num_places` for a block that is not findable.
+      table: i32[set, 2, way], ids and tags (the bits of a u32).
     """
 
-    tokens: Array
-    parent: Array
-    parent_generation: Array
-    namespace: Array
-    depth: Array
-    generation: Array
+    records: Array
     place: Array
     table: Array
-    tags: Array
+
+    @property
+    def num_places(self) -> int:
+        """Ways of all sets; static."""
+        return self.table.shape[0] * WAYS
 
     @property
     def findable(self) -> Array:
         """bool[block]."""
-        return self.place < self.table.size
+        return self.place < self.num_places
 
 
 def init_index(config: CacheConfig) -> PrefixIndex:
@@ -81,17 +73,11 @@ def init_index(config: CacheConfig) -> PrefixIndex:
     refused.
     """
     num_sets = 1 << max(0, (config.num_blocks - 1) // 2).bit_length()
-    # Arrays of their own: one array in two leaves could not be donated.
+    empty = jnp.array([[config.no_block], [0]], jnp.int32)
     return PrefixIndex(
-        tokens=jnp.zeros((config.num_blocks, config.block_size), jnp.int32),
-        parent=jnp.zeros(config.num_blocks, jnp.int32),
-        parent_generation=jnp.zeros(config.num_blocks, jnp.int32),
-        namespace=jnp.zeros((config.num_blocks, NUM_WORDS), jnp.int32),
-        depth=jnp.zeros(config.num_blocks, jnp.int32),
-        generation=jnp.zeros(config.num_blocks, jnp.int32),
+        records=jnp.zeros((config.num_blocks, config.block_size + NUM_WORDS + 3), jnp.int32),
         place=jnp.full(config.num_blocks, num_sets * WAYS, jnp.int32),
-        table=jnp.full((num_sets, WAYS), config.no_block, jnp.int32),
-        tags=jnp.zeros((num_sets, WAYS), jnp.uint32),
+        table=jnp.tile(empty, (num_sets, 1, WAYS)),
     )
 
 
@@ -124,15 +110,17 @@ def lookup(
     num_rows, width = tokens.shape[0], tokens.shape[1] // config.block_size
     limits = jnp.minimum(limits, width)
     blocks, tags, sets = _addresses(config, index, tokens, namespaces)
-    ways = index.table[sets]
+    found = index.table[sets]
+    ways, same_tag = found[..., 0, :], found[..., 1, :] == tags[..., None]
     wanted = jnp.arange(width, dtype=jnp.int32)[None, :] < limits[:, None]
-    asked = (ways < config.no_block) & (index.tags[sets] == tags[..., None]) & wanted[..., None]
+    asked = (ways < config.no_block) & same_tag & wanted[..., None]
     same = _same_content(config, index, ways, asked, blocks, namespaces)
 
     def extend(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         column, ids, parent, alive = state
         candidates = ways[:, column]
-        safe = jnp.minimum(candidates, config.num_blocks - 1)
+        # Records of other blocks in the set are not even looked at.
+        safe = jnp.where(same[:, column], candidates, 0)
         linked = same[:, column] & _is_child(config, index, safe, parent[:, None])
         found = alive & jnp.any(linked, axis=1)
         way = jnp.argmax(linked, axis=1)
@@ -188,13 +176,12 @@ def insert(
         index, ids, column, todo = state
         at = jnp.minimum(column, width - 1)
         parent = jnp.where(column > 0, ids[row, jnp.maximum(column - 1, 0)], config.no_block)
-        ways = index.table[sets[row, at]]
+        ways = index.table[sets[row, at], 0]
         asked = (ways < config.no_block) & todo[:, None]
         same = _same_content(
             config, index, ways[:, None], asked[:, None], blocks[row, at][:, None], namespaces
         )[:, 0]
-        safe = jnp.minimum(ways, config.num_blocks - 1)
-        same &= _is_child(config, index, safe, parent[:, None])
+        same &= _is_child(config, index, jnp.where(same, ways, 0), parent[:, None])
         there = jnp.any(same, axis=1)
         found = ways[row, jnp.argmax(same, axis=1)]
         # Of the rows that would write into one set, the first does; the others look again.
@@ -214,7 +201,6 @@ def insert(
             tags[row, at],
             parent,
             namespaces,
-            at,
         )
         here = (todo & there) | writes
         target = jnp.where(here, at, width)
@@ -232,16 +218,15 @@ _Insertion = tuple[PrefixIndex, Array, Array, Array]
 
 def remove(config: CacheConfig, index: PrefixIndex, ids: Array) -> PrefixIndex:
     """Makes blocks unfindable; ids i32[k], NO_BLOCK and blocks that are not findable are skipped, none twice."""
-    size = index.table.size
+    size = index.num_places
     place = jnp.where(
         ids < config.no_block, index.place[jnp.minimum(ids, config.num_blocks - 1)], size
     )
     gone = jnp.where(place < size, ids, config.no_block)
-    return dataclasses.replace(
-        index,
-        generation=index.generation.at[gone].add(1, mode="drop"),
+    return PrefixIndex(
+        records=index.records.at[gone, -1].add(1, mode="drop"),
         place=index.place.at[gone].set(size, mode="drop"),
-        table=index.table.at[place // WAYS, place % WAYS].set(config.no_block, mode="drop"),
+        table=index.table.at[place // WAYS, 0, place % WAYS].set(config.no_block, mode="drop"),
     )
 
 
@@ -254,37 +239,31 @@ def _write(
     tags: Array,
     parent: Array,
     namespaces: Array,
-    depth: Array,
 ) -> PrefixIndex:
     """Enters blocks (i32[k], NO_BLOCK is skipped) at free places of the table."""
     index = remove(config, index, ids)
     num_sets = index.table.shape[0]
     sets = jnp.where(ids < config.no_block, place // WAYS, num_sets)
-    parent_generation = _generation(config, index, parent)
+    links = (parent, _generation(config, index, parent), _generation(config, index, ids))
+    records = jnp.concatenate([blocks, namespaces, jnp.stack(links, axis=1)], axis=1)
+    entries = jnp.stack([ids, tags], axis=1)
     return PrefixIndex(
-        tokens=index.tokens.at[ids].set(blocks, mode="drop"),
-        parent=index.parent.at[ids].set(parent, mode="drop"),
-        parent_generation=index.parent_generation.at[ids].set(parent_generation, mode="drop"),
-        namespace=index.namespace.at[ids].set(namespaces, mode="drop"),
-        depth=index.depth.at[ids].set(depth, mode="drop"),
-        generation=index.generation,
+        records=index.records.at[ids].set(records, mode="drop"),
         place=index.place.at[ids].set(place, mode="drop"),
-        table=index.table.at[sets, place % WAYS].set(ids, mode="drop"),
-        tags=index.tags.at[sets, place % WAYS].set(tags, mode="drop"),
+        table=index.table.at[sets, :, place % WAYS].set(entries, mode="drop"),
     )
 
 
 def _generation(config: CacheConfig, index: PrefixIndex, ids: Array) -> Array:
     """Returns the generation of blocks, 0 for NO_BLOCK."""
     safe = jnp.minimum(ids, config.num_blocks - 1)
-    return jnp.where(ids < config.no_block, index.generation[safe], 0)
+    return jnp.where(ids < config.no_block, index.records[safe, -1], 0)
 
 
 def _is_child(config: CacheConfig, index: PrefixIndex, ids: Array, parent: Array) -> Array:
     """Returns whether blocks were inserted behind `parent` as it is now (broadcast against ids)."""
-    return (index.parent[ids] == parent) & (
-        index.parent_generation[ids] == _generation(config, index, parent)
-    )
+    links = index.records[ids, -3:-1]
+    return (links[..., 0] == parent) & (links[..., 1] == _generation(config, index, parent))
 
 
 def _same_content(
@@ -305,15 +284,15 @@ def _same_content(
       namespaces: i32[row, 8].
     """
     way = jnp.arange(ways.shape[-1])[None, None, :]
+    spread = jnp.broadcast_to(namespaces[:, None], (*blocks.shape[:2], NUM_WORDS))
+    content = jnp.concatenate([blocks, spread], axis=-1)
 
     def compare(state: tuple[Array, Array]) -> tuple[Array, Array]:
         asked, same = state
         pick = jnp.argmax(asked, axis=-1)
         ids = jnp.take_along_axis(ways, pick[..., None], axis=-1)[..., 0]
         ids = jnp.minimum(ids, config.num_blocks - 1)
-        equal = jnp.all(index.tokens[ids] == blocks, axis=-1) & jnp.all(
-            index.namespace[ids] == namespaces[:, None], axis=-1
-        )
+        equal = jnp.all(index.records[ids, :-3] == content, axis=-1)
         picked = way == pick[..., None]
         return asked & ~picked, same | (picked & asked & equal[..., None])
 
@@ -324,11 +303,11 @@ def _same_content(
 def _addresses(
     config: CacheConfig, index: PrefixIndex, tokens: Array, namespaces: Array
 ) -> tuple[Array, Array, Array]:
-    """Returns the full blocks of each row, the hash of each prefix that ends with one, and its set."""
+    """Returns the full blocks of each row, the hash (its bits as i32) of each prefix that ends with one, and its set."""
     num_rows, width = tokens.shape[0], tokens.shape[1] // config.block_size
     blocks = tokens[:, : width * config.block_size].reshape(num_rows, width, config.block_size)
-    tags = _hash_prefixes(blocks, namespaces)
-    return blocks, tags, (tags & (index.table.shape[0] - 1)).astype(jnp.int32)
+    tags = jax.lax.bitcast_convert_type(_hash_prefixes(blocks, namespaces), jnp.int32)
+    return blocks, tags, tags & (index.table.shape[0] - 1)
 
 
 def _hash_prefixes(blocks: Array, namespaces: Array) -> Array:

@@ -96,10 +96,10 @@ def memory_profile(
       ValueError: `peak_blocks` lies below the blocks in use, or above the pool.
     """
     layout = cache.store.layout
-    num_free, tables, kv_lens = jax.device_get(
-        (cache.pool.num_free, cache.tables.blocks, cache.tables.kv_lens)
+    refs, tables, kv_lens = jax.device_get(
+        (cache.pool.ref_counts, cache.tables.blocks, cache.tables.kv_lens)
     )
-    used = layout.num_blocks - int(num_free)
+    used = int(np.count_nonzero(refs))  # cached blocks have no owner
     peak = used if peak_blocks is None else peak_blocks
     if not used <= peak <= layout.num_blocks:
         raise ValueError(

@@ -233,7 +233,7 @@ def _lane(reuse: PrefixReuse, tenant: Array) -> Array:
 def _findable(config: CacheConfig, reuse: PrefixReuse, ids: Array) -> Array:
     index = reuse.index
     safe = jnp.minimum(ids, config.num_blocks - 1)
-    return (ids < config.no_block) & (index.place[safe] < index.table.size)
+    return (ids < config.no_block) & (index.place[safe] < index.num_places)
 
 
 def _charge(config: CacheConfig, reuse: PrefixReuse, ids: Array, amount: int) -> Array:

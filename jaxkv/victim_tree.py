@@ -1,14 +1,15 @@
 """Finds the first victims of a policy at a cost that does not follow the pool.
 
 A tree over the blocks: a node names the best victim among the `FAN` children below it, one for each lane
-(tenant) of the policy.  The leaves are the blocks themselves, their keys stand in the access log.
+(tenant) of the policy, and repeats its key, so that a node's children are compared without going to the access log:
+their blocks lie all over it.  The leaves are the blocks themselves, their keys stand in the log.
 
     level 1     w   w   w   w   w  ...      the top has at most FAN nodes
     level 0    www www www www www ...      ceil(num_blocks / FAN) nodes
     blocks     ... every block, with the lane it may be evicted from, or NO_LANE
 
 Invariants:
-  * Between calls every node names the smallest (key, id) below it, or NO_BLOCK.
+  * Between calls every node holds the smallest (key, id) below it, or NO_KEY twice and NO_BLOCK.
   * A block's key changes only while it has no lane; `enter` and `leave` mend the path above the blocks named.
   * `first_victims` gives exactly the order of `eviction.eviction_order`: the n smallest leaves lie below the n
     smallest nodes of every level.
@@ -29,7 +30,7 @@ Array = jax.Array
 
 FAN = 16
 NO_LANE = -1
-_MAX = 2**31 - 1
+NO_KEY = 2**31 - 1
 
 
 @functools.partial(
@@ -41,7 +42,7 @@ class VictimTree:
 
     Attributes:
       lanes: i32[block], the lane of an evictable block, NO_LANE of any other.
-      levels: i32[node, lane] from the leaves up, ids of blocks or NO_BLOCK.
+      levels: i32[node, lane, 3] from the leaves up: the two words of a block's key, and its id or NO_BLOCK.
       sizes: i32[lane], evictable blocks of each lane.
     """
 
@@ -56,7 +57,8 @@ def init_tree(num_blocks: int, num_lanes: int) -> VictimTree:
     size = num_blocks
     while not levels or size > FAN:
         size = -(-size // FAN)
-        levels.append(jnp.full((size, num_lanes), num_blocks, jnp.int32))
+        nothing = jnp.array([NO_KEY, NO_KEY, num_blocks], jnp.int32)
+        levels.append(jnp.tile(nothing, (size, num_lanes, 1)))
     return VictimTree(
         lanes=jnp.full(num_blocks, NO_LANE, jnp.int32),
         levels=tuple(levels),
@@ -103,7 +105,8 @@ def after_reads(tree: VictimTree, ids: Array) -> Array:
     What is written at these ids, lanes or keys in the log, is then known to come after those reads.  Without that
     order XLA would copy the whole array to keep what they need.
     """
-    return jnp.where(jnp.any(tree.levels[-1] < 0), tree.lanes.shape[0], ids)  # no node is below 0
+    wrong = jnp.any(tree.levels[-1][..., 2] < 0)  # no id is below 0
+    return jnp.where(wrong, tree.lanes.shape[0], ids)
 
 
 def first_victims(
@@ -121,18 +124,19 @@ def first_victims(
     top = tree.levels[-1].shape[0]
     nodes = jnp.broadcast_to(jnp.arange(top, dtype=jnp.int32)[:, None], (top, num_lanes))
     lane = jnp.arange(num_lanes, dtype=jnp.int32)[None, :]
-    for level in reversed(tree.levels):
-        real = nodes < level.shape[0]
-        winners = jnp.where(real, level[jnp.minimum(nodes, level.shape[0] - 1), lane], num_blocks)
-        _, nodes = _best(policy, log, winners, nodes, count)
+    for height in reversed(range(len(tree.levels))):
+        level = tree.levels[height]
+        winners = level[jnp.minimum(nodes, level.shape[0] - 1), lane]
+        _, _, ids = _best(_where(nodes < level.shape[0], winners, num_blocks), count)
+        nodes = jnp.where(ids < num_blocks, ids // FAN ** (height + 1), level.shape[0])
         nodes = (nodes[:, None] * FAN + jnp.arange(FAN, dtype=jnp.int32)[None, :, None]).reshape(
             -1, num_lanes
         )
     inside = nodes < num_blocks
     leaves = jnp.where(inside, tree.lanes[jnp.minimum(nodes, num_blocks - 1)], NO_LANE)
-    ids, _ = _best(policy, log, jnp.where(leaves == lane, nodes, num_blocks), nodes, count)
-    flat = ids.reshape(-1)
-    first, second = _keys(policy, log, flat)
+    entries = _entries(policy, log, jnp.where(leaves == lane, nodes, num_blocks))
+    first, second, ids = _best(entries, count)
+    flat, first, second = (x.reshape(-1) for x in (ids, first, second))
     lanes = jnp.broadcast_to(lane, ids.shape).reshape(-1)
     chosen = choose(
         policy, Entries(flat, first, second, jnp.zeros_like(flat), lanes), num_blocks, shares
@@ -140,55 +144,71 @@ def first_victims(
     return jnp.pad(chosen, (0, count - chosen.shape[0]), constant_values=num_blocks)
 
 
-def _keys(policy: Policy, log: AccessLog, ids: Array) -> tuple[Array, Array]:
-    """Returns the two words of the keys of blocks, the largest possible for NO_BLOCK."""
+def _entries(policy: Policy, log: AccessLog, ids: Array) -> Array:
+    """Returns i32[..., 3], what a node holds of the blocks ids[...]: key and id."""
     num_blocks = log.score.shape[0]
     safe = jnp.minimum(ids, num_blocks - 1)
-    first, second = policy.key(log.last_access[safe], log.use_count[safe], log.score[safe])
-    real = ids < num_blocks
-    return jnp.where(real, first, _MAX), jnp.where(real, second, _MAX)
+    keys = policy.key(log.last_access[safe], log.use_count[safe], log.score[safe])
+    return _where(ids < num_blocks, jnp.stack([*keys, ids], axis=-1), num_blocks)
 
 
-def _best(
-    policy: Policy, log: AccessLog, winners: Array, nodes: Array, count: int
-) -> tuple[Array, Array]:
-    """Returns the `count` smallest winners of each lane and their nodes, i32[<= count, lane] both."""
-    first, second = _keys(policy, log, winners)
-    order = jax.lax.sort((first, second, winners, nodes), dimension=0, num_keys=3)
-    return order[2][:count], order[3][:count]
+def _where(real: Array, entries: Array, no_block: int) -> Array:
+    """Returns the entries i32[..., 3], but of no block where not real[...]."""
+    return jnp.where(real[..., None], entries, jnp.array([NO_KEY, NO_KEY, no_block], jnp.int32))
+
+
+def _best(entries: Array, count: int) -> tuple[Array, Array, Array]:
+    """Returns the words, i32[<= count, lane] each, of each lane's smallest entries i32[n, lane, 3]."""
+    words = (entries[..., 0], entries[..., 1], entries[..., 2])
+    first, second, ids = jax.lax.sort(words, dimension=0, num_keys=3)
+    return first[:count], second[:count], ids[:count]
 
 
 def _mend(policy: Policy, log: AccessLog, tree: VictimTree, ids: Array, lanes: Array) -> VictimTree:
-    """Recomputes the nodes above the blocks named, in their lanes."""
-    num_blocks = tree.lanes.shape[0]
+    """Recomputes the nodes above the blocks named, in their lanes; costs nothing where none is."""
+
+    def once(state: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
+        return jnp.bool_(False), _mended(policy, log, tree.lanes, state[1], ids, lanes)
+
+    some = jnp.any(ids < tree.lanes.shape[0])
+    _, levels = jax.lax.while_loop(lambda state: state[0], once, (some, tree.levels))
+    return dataclasses.replace(tree, levels=levels)
+
+
+def _mended(
+    policy: Policy,
+    log: AccessLog,
+    of_block: Array,
+    old: tuple[Array, ...],
+    ids: Array,
+    lanes: Array,
+) -> tuple[Array, ...]:
+    """Returns the levels `old` as they are with the blocks' lanes i32[block]; other arguments as `_mend`."""
+    num_blocks = of_block.shape[0]
     child = jnp.arange(FAN, dtype=jnp.int32)[None, :]
-    node = jnp.where(ids < num_blocks, ids, num_blocks) // FAN
-    node = jnp.where(ids < num_blocks, node, tree.levels[0].shape[0])
+    node = jnp.where(ids < num_blocks, ids // FAN, old[0].shape[0])
     leaves = node[:, None] * FAN + child
-    mine = (leaves < num_blocks) & (
-        tree.lanes[jnp.minimum(leaves, num_blocks - 1)] == lanes[:, None]
-    )
-    below = jnp.where(mine, leaves, num_blocks)
+    mine = (leaves < num_blocks) & (of_block[jnp.minimum(leaves, num_blocks - 1)] == lanes[:, None])
+    below = _entries(policy, log, jnp.where(mine, leaves, num_blocks))
     levels = []
-    for height, level in enumerate(tree.levels):
-        winner = _smallest(policy, log, below)
-        level = level.at[node, lanes].set(winner, mode="drop")
+    for height, level in enumerate(old):
+        level = level.at[node, lanes].set(_smallest(below), mode="drop")
         levels.append(level)
-        if height + 1 == len(tree.levels):
+        if height + 1 == len(old):
             break
-        node = jnp.where(ids < num_blocks, node // FAN, tree.levels[height + 1].shape[0])
+        node = jnp.where(ids < num_blocks, node // FAN, old[height + 1].shape[0])
         children = node[:, None] * FAN + child
-        real = children < level.shape[0]
         safe = jnp.minimum(children, level.shape[0] - 1)
-        below = jnp.where(real, level[safe, jnp.maximum(lanes, 0)[:, None]], num_blocks)
-    return dataclasses.replace(tree, levels=tuple(levels))
+        below = level[safe, jnp.maximum(lanes, 0)[:, None]]
+        below = _where(children < level.shape[0], below, num_blocks)
+    return tuple(levels)
 
 
-def _smallest(policy: Policy, log: AccessLog, ids: Array) -> Array:
-    """Returns the best victim of each row of ids i32[k, FAN], NO_BLOCK where the row names none."""
-    num_blocks = log.score.shape[0]
-    first, second = _keys(policy, log, ids)
+def _smallest(entries: Array) -> Array:
+    """Returns i32[k, 3], the smallest entry of each row of i32[k, FAN, 3]."""
+    first, second, ids = (entries[..., word] for word in range(3))
     best = first == jnp.min(first, axis=1, keepdims=True)
-    second = jnp.where(best, second, _MAX)
+    second = jnp.where(best, second, NO_KEY)
     best &= second == jnp.min(second, axis=1, keepdims=True)
-    return jnp.min(jnp.where(best, ids, num_blocks), axis=1)
+    at = jnp.argmin(jnp.where(best, ids, NO_KEY), axis=1)
+    return jnp.take_along_axis(entries, at[:, None, None], axis=1)[:, 0]

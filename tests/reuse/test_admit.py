@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import jax
+import numpy as np
 import pytest
-from reuse_driver import CROWDED, ReuseDriver
+from driver import token_kv
+from reuse_driver import CROWDED, WIDTH, WORDS, ReuseDriver
 
-from jaxkv import StatusBit
+from jaxkv import StatusBit, memory_profile, pool_snapshot
 from jaxkv.eviction import lru
 
 
@@ -212,3 +215,93 @@ def test_reorder_takes_namespaces_along_and_caches_what_nobody_names() -> None:
     d.reorder([none] * 5)
     assert (d.num_free, d.num_cached) == (9, 2)
     assert d.admit((1, text(1, 9), 1))[1] == [8]
+
+
+def test_prompt_in_uneven_pieces_leaves_nothing_behind() -> None:
+    """Field cases C1 and C2: blocks of 4, pieces of 6, 6 and 2; then an end before the first step, twice."""
+    d = ReuseDriver(CROWDED, lru)
+    prompt = text(1, 14)
+    d.admit((0, prompt[:6], 0))
+    d.write((0, prompt[6:12]))
+    d.write((0, prompt[12:]))
+    d.register(0)
+    assert d.refs(0) == [1, 1, 1, 1]
+    assert d.admit((1, prompt, 0)) == (StatusBit(0), [12])
+    assert d.release(1) == StatusBit(0)
+    assert d.release(1) == StatusBit.DOUBLE_RELEASE
+    assert d.release(0) == StatusBit(0)
+    assert (d.num_free, d.num_cached) == (CROWDED.num_blocks - 3, 3)
+
+
+def test_admit_of_slots_that_do_not_exist_changes_nothing() -> None:
+    """Field case J3: -1 is no slot and not the last one either; one bad row refuses the whole call."""
+    d = ReuseDriver(CROWDED, lru)
+    d.admit((4, text(1, 9), 0))
+    d.register(4)
+    for bad in (-1, CROWDED.max_seqs + 1):
+        assert d.admit((bad, text(1, 9), 0), (0, text(1, 9), 0))[0] == StatusBit.INVALID_SEQ
+    assert d.admit((0, text(1, 9), 0), (0, text(2, 9), 0))[0] == StatusBit.DUPLICATE_SEQ
+    assert d.admit((0, text(1, 24), 0), (4, [1], 0))[0] == StatusBit.SLOT_IN_USE
+    assert d.refs(4) == [1, 1, 1]
+
+
+def test_forked_answers_share_what_was_found_and_diverge_alone() -> None:
+    """Field cases D1 and D9: three samples of a prompt that is found once; two answers become findable."""
+    d = ReuseDriver(CROWDED, lru)
+    d.admit((0, text(1, 6), 0))
+    d.register(0)
+    d.release(0)
+    assert d.admit((0, text(1, 6), 0)) == (StatusBit(0), [4])
+    d.fork((0, 1), (0, 2))
+    d.write((0, [5, 6]), (1, [7, 8]), (2, [5, 6]))
+    d.register(0, 1, 2)
+    assert (d.refs(0), d.refs(1), d.refs(2)) == ([3, 2], [3, 1], [3, 2])
+    d.release(0, 1, 2)
+    assert d.num_cached == 3
+    assert d.admit((3, [*text(1, 6), 7, 8, 9], 0))[1] == [8]
+
+
+def test_snapshot_and_profile_tell_live_shared_cached_and_free_apart() -> None:
+    """Two sequences share two blocks, one of them forks its tail, a third has ended."""
+    d = ReuseDriver(CROWDED, lru)
+    d.admit((0, text(1, 10), 0), (3, text(4, 8), 0))
+    d.register(0, 3)
+    d.admit((1, text(1, 9), 0))
+    d.fork((1, 2))
+    d.release(3)
+    snapshot, profile = pool_snapshot(d.cache, "now"), memory_profile(d.cache)
+    assert (snapshot.num_live, snapshot.num_shared, snapshot.num_cached) == (4, 3, 2)
+    assert snapshot.num_free == d.num_free == 5
+    assert snapshot.kv_lens == {0: 10, 1: 9, 2: 9}
+    blocks = np.asarray(d.cache.tables.blocks)
+    assert snapshot.tables == {slot: tuple(blocks[slot, :3].tolist()) for slot in (0, 1, 2)}
+    assert sorted(snapshot.num_tokens.tolist()) == [0] * 5 + [1, 2] + [4] * 4
+    assert snapshot.fragmentation == profile.fragmentation == 5 / 16
+    assert profile.used_blocks == 4
+    assert profile.shared_saved_bytes == 5 * profile.kv_total_bytes // CROWDED.num_blocks
+    d.release(0, 1, 2)
+    assert memory_profile(d.cache).used_blocks == pool_snapshot(d.cache).num_live == 0
+
+
+def test_transitions_never_ask_the_host() -> None:
+    """Hits, misses, an eviction and a refused call; the driver's programs refuse to be traced twice."""
+    d = small_pool()
+    run, rows = d._run, d.rows
+    kv = token_kv(CROWDED, np.zeros((rows, WIDTH), np.int64))
+    calls = []
+    for prompt in (text(1, 9), text(1, 9), text(2, 12), text(1, 9), text(1, 24)):
+        tokens = np.full((rows, WIDTH), -7, np.int32)
+        tokens[0, : len(prompt)] = prompt
+        ids = np.array([0, *[CROWDED.no_seq] * (rows - 1)], np.int32)
+        lens, words = np.full(rows, len(prompt), np.int32), WORDS[[0] * rows]
+        calls.append(jax.device_put((ids, tokens, lens, words, *kv)))
+    mask = jax.device_put(np.arange(CROWDED.max_seqs) == 0)
+    cache, found = jax.device_put(d.cache), []
+    with jax.transfer_guard("disallow"):
+        for ids, tokens, *rest in calls:
+            cache, _, hits = run.admit(cache, ids, tokens, *rest)
+            cache, _ = run.register(cache, ids, tokens)
+            cache = run.release(cache, mask)
+            found.append(hits)
+    assert [int(hits[0]) for hits in found] == [0, 8, 0, 4, 0]
+    assert StatusBit(int(cache.status.bits)) & StatusBit.OUT_OF_BLOCKS
