@@ -214,7 +214,8 @@ class CodeTiles(Tiles):
         sums = multiply(transposed(values), transposed(refs.p_smem), shape)
         if groups == 1:
             return sums
-        out, channel = None, iota((plan.head_dim, plan.columns), 0)
+        out: Any = None
+        channel = iota((plan.head_dim, plan.columns), 0)
         for group in range(groups):  # of each group's sums only its own channels are meant
             start = group * plan.columns
             part = lax.slice(sums, (0, start), (plan.head_dim, start + plan.columns))
@@ -226,7 +227,7 @@ class CodeTiles(Tiles):
         """Returns f32[token, column]: V's scales of one group of channels of a tile."""
         plan, refs, layout = self.plan, self.refs, plgpu.Layout.WGMMA.reduce(1)
         row = plgpu.broadcasted_iota(jnp.int32, (plan.tile,), 0, layout=layout)
-        out = None
+        out: Any = None
         for run in range(plan.num_runs):
             # Its slot, begun so much earlier that row r finds the scale of token r of the tile: no other row is taken.
             slot = (run * plan.codes.num_value_groups + group) * _SLOT
