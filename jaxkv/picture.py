@@ -128,7 +128,7 @@ def save_png(snapshot: PoolSnapshot, path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def save_gif(snapshots: Sequence[PoolSnapshot], path: Path, frames_per_s: float = 4) -> None:
+def save_gif(snapshots: Sequence[PoolSnapshot], path: Path, frames_per_s: int = 4) -> None:
     """Writes moments of one pool as an animation that repeats.
 
     Raises:
