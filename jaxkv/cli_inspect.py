@@ -151,7 +151,7 @@ class Run:
                 self.model, self.cache, self.texts, active, jnp.int32(steps)
             )
             self.left = {slot: left - steps for slot, left in self.left.items()}
-            self._look(f"{len(self.left)} sequences decode {steps} tokens each")
+            self._look(f"decoding: {len(self.left)} running, {steps} tokens each")
             self._end([slot for slot, left in self.left.items() if left == 0])
         return self.looks
 
