@@ -151,7 +151,7 @@ class Run:
                 self.model, self.cache, self.texts, active, jnp.int32(steps)
             )
             self.left = {slot: left - steps for slot, left in self.left.items()}
-            self._look(f"{len(self.left)} sequences decode {steps} tokens each")
+            self._look(f"decoding: {len(self.left)} running, {steps} tokens each")
             self._end([slot for slot, left in self.left.items() if left == 0])
         return self.looks
 
@@ -265,16 +265,19 @@ class Outputs:
 def inspect_run(
     loaded: Loaded, texts: Sequence[str], options: InspectOptions, out: Outputs
 ) -> None:
-    """Serves the requests and writes the busiest moment (most blocks saved by sharing, then most live) and the end, or whatever `out` asks for."""
+    """Serves the requests and writes the busiest moment and the end, or whatever `out` asks for.
+
+    Raises:
+      ValueError, OSError: see `encode`, `inspect_config` and `picture`.
+      CapacityError: the pool ran out, which `inspect_config` rules out.
+    """
     out.check()
     prompts = encode(loaded, texts or DEFAULT_PROMPTS)
     config = inspect_config(loaded.config, prompts, options)
     out.check(config)
     with spinner("serving"):
         looks = Run(loaded.model, config, prompts, options).run()
-    busiest = max(
-        looks, key=lambda look: (int(look.ref_counts.sum()) - look.num_live, look.num_live)
-    )
+    busiest = max(looks, key=_interest)
     if out.png is not None:
         picture.save_png(busiest, out.png)
     if out.animate is not None:
@@ -286,3 +289,8 @@ def inspect_run(
         console = Console(highlight=False)
         for look in (busiest, looks[-1]):
             console.print(picture.terminal_picture(look, console.width))
+
+
+def _interest(look: PoolSnapshot) -> tuple[int, int, int]:
+    """Returns what makes a moment worth showing: blocks saved by sharing, then live ones, then cached ones."""
+    return int(look.ref_counts.sum()) - look.num_live, look.num_live, look.num_cached

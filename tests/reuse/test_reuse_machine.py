@@ -149,9 +149,9 @@ class ReuseMachine(RuleBasedStateMachine):
         assert self.driver.num_free + self.driver.num_cached == CROWDED.num_blocks
 
 
-# Sequences of the first machine and of each other; 2,000 in all by default, which take about 130 s of one core.
+# Sequences of the first machine and of each other: the default takes about 150 s of one core, 55 of them to compile.
 _LONG = os.environ.get("HYPOTHESIS_PROFILE") == "reuse"
-_MANY, _FEW = (4000, 2000) if _LONG else (1400, 300)
+_MANY, _FEW = (2000, 500) if _LONG else (800, 150)
 
 
 class FairMachine(ReuseMachine):
