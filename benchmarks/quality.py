@@ -36,6 +36,7 @@ from pallas_kernels import quantiser
 from pallas_kernels.sealed import SEALED_FORMATS
 
 WINDOW, ROWS, CHUNK, DECODED = 1024, 4, 256, 128
+PREAMBLE = 256  # tokens before a prompt; with fewer than a block every format answers from its open block alone
 PROMPTS = (
     "The capital of France is", "A paged cache is useful because", "Two plus two equals",
     "The quick brown fox", "In Python, a list comprehension", "Water boils at",
@@ -232,15 +233,16 @@ def results(
 
 
 def greedy(model: Any, tokenizer: Any, options: dict[str, Any]) -> list[str]:
-    """Returns the greedy continuations of PROMPTS, 24 tokens each."""
-    prompts = [list(tokenizer.encode(text)) for text in PROMPTS]
+    """Returns the greedy continuations of PROMPTS, 24 tokens each, after PREAMBLE tokens of the text: sealed blocks."""
+    before = windows(tokenizer, 1)[0, :PREAMBLE].tolist()
+    prompts = [before + list(tokenizer.encode("\n\n" + text)) for text in PROMPTS]
     longest = max(map(len, prompts)) + 24
     config = dataclasses.replace(
         cache_config(model, options),
         num_blocks=len(prompts) * -(-longest // options["block_size"]),
         max_seqs=len(prompts),
     )
-    done = Generator(model, config, prefill_chunk=16).generate(prompts, max_new_tokens=24)
+    done = Generator(model, config, prefill_chunk=64).generate(prompts, max_new_tokens=24)
     return [tokenizer.decode(completion.tokens) for completion in done]
 
 

@@ -111,7 +111,7 @@ def choose_code_tiling(
     keys = min(keys, halves * max(16, power_of_two(layout.block_size // halves)))
     warps = 4 if narrow_q and (query_rows == 16 or (query_rows == 32 and head_dim <= 64)) else 8
     if not narrow_q and query_rows == 32 and layout.format.name == "int8":
-        keys, warps = 16, 4  # 32 keys, and 16 in 8 warps: sm_90 spills
+        warps = 4  # 8: sm_90 spills
     splits = choose_splits(
         rows * layout.num_kv_heads * pl.cdiv(packed, query_rows),
         query_rows,

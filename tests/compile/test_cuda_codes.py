@@ -103,9 +103,10 @@ CALLS = {
     "fp8_e4m3": (make_layout("fp8_e4m3", 32, 128), {}),
     "fp8_e4m3 as bits, head_dim 64": (make_layout("fp8_e4m3", 64, 64, as_bits=True), TRACED),
     "int4": (make_layout("int4", 64, 128, value_group=32), {}),
+    "int8 float32 q, head_dim 64": (make_layout("int8", 64, 64), {"q_dtype": jnp.float32}),
     "int4 one scale a head": (make_layout("int4", 64, 64), {}),
 }
-CHUNKS = ("int8", "fp8_e4m3", "int4")
+CHUNKS = ("int8", "int8 float32 q, head_dim 64", "fp8_e4m3", "int4")
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90"])
@@ -120,7 +121,8 @@ def test_decode_over_codes_compiles_without_spills(arch: str) -> None:
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90"])
 def test_chunked_prefill_over_codes_compiles_without_spills(arch: str) -> None:
     for name in CHUNKS:
-        check_codes_program(compile_codes(arch, CALLS[name][0], query_len=512, rows=1))
+        layout, options = CALLS[name]
+        check_codes_program(compile_codes(arch, layout, query_len=512, rows=1, **options))
 
 
 def test_offsets_into_codes_of_2_to_4_gib_do_not_overflow() -> None:
