@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_model import FakeModel, dense_greedy, dense_logits, fake_model
-from fast_compile import FAST_COMPILE
 
 from jaxkv import CacheConfig, CapacityError, PagedKVCache, check_invariants, decode_loop
 from jaxkv.generate import Completion, Generator, NewTokens, generate
@@ -48,8 +47,7 @@ _programs: dict[Any, dict[Any, Any]] = {}
 
 def generator(config: CacheConfig = CONFIG, model: Any = MODEL, **options: Any) -> Generator:
     """Returns a generator that shares its compiled programs with all tests of this module."""
-    options = {"eos_token_ids": NO_EOS, "compiler_options": FAST_COMPILE} | options
-    run = Generator(model, config, **options)
+    run = Generator(model, config, **{"eos_token_ids": NO_EOS} | options)
     run._programs = _programs.setdefault((config, jax.tree.structure(model)), {})
     return run
 
