@@ -22,6 +22,19 @@ import typer.core
 from rich.console import Console
 
 from jaxkv import cli_terminal
+from jaxkv.cli_options import (
+    BlockSizeOption,
+    JsonOption,
+    KVFormatOption,
+    ModelOption,
+    NumBlocksOption,
+    PromptArgument,
+    SeedOption,
+    SymmetricKeysOption,
+    ValueGroupOption,
+    WeightsFormatOption,
+    WideLayersOption,
+)
 
 if TYPE_CHECKING:
     from jaxkv.cli_generate import Loaded, Request
@@ -82,57 +95,6 @@ def _is_expected(error: Exception) -> bool:
 
 
 app = typer.Typer(cls=_Program, add_completion=False, rich_markup_mode="rich")
-
-# Options that several commands share ----------------------------------------------------------------
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model", "-m", metavar="MODEL", show_default="the small model that ships",
-        help="A local folder, a .gguf file, or a hub id.",
-    ),
-]  # fmt: skip
-PromptArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="PROMPT", show_default=False, help="One prompt per argument."),
-]
-KVFormatOption = Annotated[
-    str,
-    typer.Option(
-        help="Elements of the cache: float32, bfloat16, float16, or quantised: int8, fp8_e4m3, int4."
-    ),
-]
-WeightsFormatOption = Annotated[
-    str, typer.Option(help="Elements of the weights: float32, bfloat16 or float16.")
-]
-BlockSizeOption = Annotated[
-    int | None,
-    typer.Option(show_default="16; int8 and int4: 64, fp8_e4m3: 32", help="Tokens a block holds."),
-]
-SymmetricKeysOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--symmetric-keys/--asymmetric-keys", show_default="the format's own",
-        help="Quantised formats: keys without or with a centre a channel.",
-    ),
-]  # fmt: skip
-ValueGroupOption = Annotated[
-    int | None,
-    typer.Option(
-        show_default="a head; int4: 32", help="Quantised formats: channels of V that share a scale."
-    ),
-]
-WideLayersOption = Annotated[
-    int,
-    typer.Option(
-        "--num-wide-layers", help="Quantised formats: layers at each end that stay in bfloat16."
-    ),
-]
-NumBlocksOption = Annotated[
-    int | None, typer.Option(show_default="enough for the request", help="Blocks of the pool.")
-]
-SeedOption = Annotated[int, typer.Option(help="Seed of the random numbers.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON object.")]
 
 
 @app.callback(invoke_without_command=True)
