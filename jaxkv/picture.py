@@ -209,11 +209,11 @@ def _draw(figure: Figure, snapshot: PoolSnapshot) -> None:
     figure.text(0.5, 1 - 0.3 / height, snapshot.title, ha="center", fontsize=12)
     figure.text(0.5, 0.52 / height, snapshot.caption(), ha="center", fontsize=9)
     handles: list[Any] = [
-        Patch(color=colour_of(slot), label=f"sequence {letter_of(slot)}, {n} tokens")
+        Patch(color=colour_of(slot), label=f"{letter_of(slot)}: {n} tokens")
         for slot, n in list(snapshot.kv_lens.items())[:6]
     ]
     handles += [
-        Patch(color=_SHARED, label="shared, ref count"),
+        Patch(color=_SHARED, label="shared"),
         Patch(color=_CACHED, label="cached"),
     ]
     figure.legend(
