@@ -35,6 +35,11 @@ class AsyncEngine:
         self._stopping = threading.Event()
         self._failure: Exception | None = None
 
+    @property
+    def failure(self) -> Exception | None:
+        """What the engine failed with, or None; after a failure every request is refused."""
+        return self._failure
+
     async def start(self) -> None:
         """Starts the thread.
 
@@ -115,6 +120,8 @@ class AsyncEngine:
     # On the thread --------------------------------------------------------------------------------
 
     def _submit(self, request: Request, deliver: Callable[[Event | Exception], None]) -> Handle:
+        if self._failure is not None:
+            raise RuntimeError("the engine has failed") from self._failure
         handle = self.engine.submit(request)
         self._readers[handle.id] = deliver
         return handle
@@ -122,30 +129,35 @@ class AsyncEngine:
     def _abort(self, handles: list[Handle]) -> None:
         for handle in handles:
             self._readers.pop(handle.id, None)
-            self.engine.abort(handle)
+            if self._failure is None:
+                self.engine.abort(handle)
 
     def _abort_all(self) -> None:
-        for handle in self.engine.handles:
+        for handle in self.engine.handles if self._failure is None else ():
             self._deliver(self.engine.abort(handle))
 
     def _loop(self) -> None:
-        while not (self._stopping.is_set() and self.engine.idle and self._calls.empty()):
-            self._take_calls()
-            if self.engine.idle:
-                continue
+        """Runs calls and steps until it is stopped; after a failure it only answers calls."""
+        while not (self._stopping.is_set() and self._calls.empty() and self._rests):
             try:
-                self._deliver(self.engine.step())
+                self._take_calls()
+                if not self._rests:
+                    self._deliver(self.engine.step())
             except Exception as error:
                 self._failure = error
                 for deliver in self._readers.values():
                     deliver(error)
                 self._readers.clear()
-                return
+
+    @property
+    def _rests(self) -> bool:
+        """Whether there is nothing to step."""
+        return self._failure is not None or self.engine.idle
 
     def _take_calls(self) -> None:
         """Runs the calls that wait; sleeps for the first one if the engine has nothing to do."""
         with contextlib.suppress(queue.Empty):
-            if self.engine.idle:
+            if self._rests:
                 self._calls.get(timeout=_IDLE_S)()
             while True:
                 self._calls.get_nowait()()
