@@ -115,14 +115,14 @@ OTHERS = [
 ]
 CODES = [
     {**QWEN3_8B, "format": "int8"},
-    {**QWEN25_05B, "format": "int8", "as_bits": True, "symmetric_keys": True, "bounded": True},
     {**QWEN3_8B, "format": "fp8_e4m3", "block_size": 32},
-    {**QWEN25_05B, "format": "fp8_e4m3", "block_size": 32, "as_bits": True},
-    {**QWEN3_8B, "format": "int4", "value_group": 32},
     {**QWEN25_05B, "format": "int4", "value_group": 32, "block_size": 128},
-    {**QWEN3_8B, "format": "int4", "bounded": True},
 ]
 MORE_CODES = [
+    {**QWEN25_05B, "format": "int8", "as_bits": True, "symmetric_keys": True, "bounded": True},
+    {**QWEN25_05B, "format": "fp8_e4m3", "block_size": 32, "as_bits": True},
+    {**QWEN3_8B, "format": "int4", "value_group": 32},
+    {**QWEN3_8B, "format": "int4", "bounded": True},
     {**QWEN3_8B, "format": "fp8_e4m3"},
     {**QWEN25_05B, "format": "fp8_e4m3", "as_bits": True},
     {**QWEN25_05B, "format": "int4", "value_group": 32},

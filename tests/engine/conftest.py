@@ -12,9 +12,9 @@ from fake_model import fake_model
 from fast_compile import FAST_COMPILE
 
 from jaxkv import CacheConfig, check_invariants
-from jaxkv.engine import Engine
+from jaxkv.engine import Engine, EngineStats
 from jaxkv.generate import Generator
-from jaxkv.request import Request
+from jaxkv.request import Event, FinishReason, Handle, Output, Request
 from jaxkv.sampling import SamplingParams
 
 CONFIG = CacheConfig(
@@ -44,6 +44,49 @@ class Letters:
 
     def flush(self) -> str:
         return ""
+
+
+class CountingEngine:
+    """An engine without a model: every step gives each of two requests the token that is its id."""
+
+    def __init__(self) -> None:
+        self.handles: list[Handle] = []
+        self.stats = EngineStats()
+
+    @property
+    def idle(self) -> bool:
+        return not self.handles
+
+    def submit(self, request: Request) -> Handle:
+        if 99 in request.prompt:
+            raise ValueError("prompt: got 99")
+        outputs = [Output(i) for i in range(request.num_samples)]
+        handle = Handle(self.stats.num_submitted, request, tuple(request.prompt), outputs)
+        self.stats.num_submitted += 1
+        self.handles.append(handle)
+        return handle
+
+    def abort(self, handle: Handle) -> list[Event]:
+        if handle not in self.handles:
+            return []
+        self.handles.remove(handle)
+        return [self._end(handle, output, FinishReason.ABORT) for output in handle.outputs]
+
+    def step(self) -> list[Event]:
+        events = []
+        for handle in self.handles[:2]:
+            for output in handle.outputs:
+                output.tokens.append(handle.id)
+                if len(output.tokens) == handle.request.max_tokens:
+                    output.finish_reason = FinishReason.LENGTH
+                reason = output.finish_reason
+                events.append(Event(handle, output.sample_index, (handle.id,), (0.0,), "", reason))
+        self.handles = [handle for handle in self.handles if not handle.done]
+        return events
+
+    def _end(self, handle: Handle, output: Output, reason: FinishReason) -> Event:
+        output.finish_reason = reason
+        return Event(handle, output.sample_index, finish_reason=reason)
 
 
 @functools.cache

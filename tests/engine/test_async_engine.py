@@ -1,15 +1,23 @@
-"""The engine behind asyncio: many consumers, some of whom leave."""
+"""The engine behind asyncio: many consumers, some of whom leave.  The engine is one that counts, so tokens name their request."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-import numpy as np
 import pytest
-from engine.conftest import alone, assert_all_blocks_are_back, engine_of, random_request
+from engine.conftest import CountingEngine
 
 from jaxkv.async_engine import AsyncEngine
 from jaxkv.request import FinishReason, Request
+
+FOREVER = 10**6
+
+
+def running() -> tuple[CountingEngine, AsyncEngine]:
+    """Returns an engine and its asyncio front, not started."""
+    engine: Any = CountingEngine()
+    return engine, AsyncEngine(engine)
 
 
 async def _tokens(engine: AsyncEngine, request: Request) -> list[int]:
@@ -18,63 +26,64 @@ async def _tokens(engine: AsyncEngine, request: Request) -> list[int]:
 
 def test_many_consumers_get_their_own_tokens_and_some_leave() -> None:
     async def main() -> None:
-        engine = AsyncEngine(engine_of(0))
+        counting, engine = running()
         await engine.start()
-        rng = np.random.default_rng(7)
-        requests = [random_request(rng) for _ in range(10)]
-        leaving = asyncio.create_task(_tokens(engine, Request([1, 2, 3], max_tokens=40)))
-        stream = engine.generate(Request([4, 5, 6], max_tokens=40, ignore_eos=True))
+        with pytest.raises(RuntimeError, match="started already"):
+            await engine.start()
+        stream = engine.generate(Request([1], max_tokens=FOREVER))
         await anext(stream)
-        running = asyncio.gather(*(_tokens(engine, request) for request in requests))
-        await asyncio.sleep(0)
+        leaving = asyncio.create_task(_tokens(engine, Request([1], max_tokens=FOREVER)))
+        asking = [_tokens(engine, Request([2], max_tokens=n, num_samples=2)) for n in range(1, 9)]
+        others = asyncio.gather(*asking)
+        await asyncio.sleep(0.01)
         leaving.cancel()
         await stream.aclose()
-        for request, tokens in zip(requests, await running, strict=True):
-            prompt = tuple(request.prompt)
-            assert tokens == alone(prompt, request.max_tokens, request.sampling, 0)
+        answers = await others
+        assert [len(answer) for answer in answers] == [2 * n for n in range(1, 9)]
+        owners = [set(answer) for answer in answers]
+        assert all(len(owner) == 1 for owner in owners)
+        assert len(set.union(*owners)) == len(owners)
         with pytest.raises(ValueError, match="got 99"):
             await _tokens(engine, Request([99]))
         await engine.stop()
+        assert counting.idle
         with pytest.raises(RuntimeError, match="expected one that runs"):
             await _tokens(engine, Request([1]))
 
-    asyncio.run(main())
-    assert_all_blocks_are_back(engine_of(0))
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_stopping_at_once_aborts_what_runs() -> None:
-    async def main() -> list[FinishReason | None]:
-        engine = AsyncEngine(engine_of(0))
+def test_stopping_waits_for_what_runs_or_aborts_it() -> None:
+    async def main(drain: bool, max_tokens: int) -> list[FinishReason | None]:
+        _, engine = running()
         await engine.start()
-        request = Request([7, 8, 9], max_tokens=40, ignore_eos=True, num_samples=2)
-        stream = engine.generate(request)
+        stream = engine.generate(Request([7], max_tokens=max_tokens, num_samples=2))
         reasons = [(await anext(stream)).finish_reason]
-        await engine.stop(drain=False)
+        await engine.stop(drain)
         return reasons + [event.finish_reason async for event in stream]
 
-    reasons = asyncio.run(main())
-    assert [reason for reason in reasons if reason is not None] == [FinishReason.ABORT] * 2
-    assert_all_blocks_are_back(engine_of(0))
+    reasons = asyncio.run(asyncio.wait_for(main(False, FOREVER), 30))
+    assert [reason for reason in reasons if reason] == [FinishReason.ABORT] * 2
+    reasons = asyncio.run(asyncio.wait_for(main(True, 50), 30))
+    assert [reason for reason in reasons if reason] == [FinishReason.LENGTH] * 2
 
 
-def test_a_failing_engine_tells_its_consumers() -> None:
+def test_a_failing_engine_tells_everybody() -> None:
     async def main() -> None:
-        broken = engine_of(0)
-        engine = AsyncEngine(broken)
+        counting, engine = running()
         await engine.start()
-        stream = engine.generate(Request([1, 2], max_tokens=40, ignore_eos=True))
+        stream = engine.generate(Request([1], max_tokens=FOREVER))
         await anext(stream)
-        broken.step = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
-        try:
-            with pytest.raises(RuntimeError, match="the engine has failed"):
-                async for _ in stream:
-                    pass
-            with pytest.raises(RuntimeError, match="expected one that runs"):
-                await _tokens(engine, Request([1]))
-        finally:
-            del broken.step
+        assert engine.failure is None
+        counting.step = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+        with pytest.raises(RuntimeError, match="the engine has failed"):
+            async for _ in stream:
+                pass
+        assert isinstance(engine.failure, ZeroDivisionError)
+        with pytest.raises(RuntimeError, match="expected one that runs"):
+            await _tokens(engine, Request([1]))
+        with pytest.raises(RuntimeError, match="has failed"):  # one that was on its way already
+            await engine._on_thread(lambda: engine._submit(Request([1]), print))
         await engine.stop(drain=False)
-        broken.run_until_idle()
 
-    asyncio.run(main())
-    assert_all_blocks_are_back(engine_of(0))
+    asyncio.run(asyncio.wait_for(main(), 30))

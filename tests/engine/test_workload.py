@@ -8,41 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine.conftest import Letters
+from engine.conftest import CountingEngine, Letters
 
 from jaxkv.cli_bench import Workload, figures, parse_range, read_dataset, save_plot, table
-from jaxkv.engine import EngineStats
-from jaxkv.request import Event, FinishReason, Handle, Output, Request
+from jaxkv.request import Request
 from jaxkv.workload import mixed_requests, serve_all
-
-
-class CountingEngine:
-    """Gives every running request one token a step; two run at once."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Handle] = []
-        self.stats = EngineStats()
-
-    @property
-    def idle(self) -> bool:
-        return not self.waiting
-
-    def submit(self, request: Request) -> Handle:
-        handle = Handle(self.stats.num_submitted, request, tuple(request.prompt), [Output(0)])
-        self.stats.num_submitted += 1
-        self.waiting.append(handle)
-        return handle
-
-    def step(self) -> list[Event]:
-        events = []
-        for handle in self.waiting[:2]:
-            output = handle.outputs[0]
-            output.tokens.append(0)
-            if len(output.tokens) == handle.request.max_tokens:
-                output.finish_reason = FinishReason.LENGTH
-                self.waiting.remove(handle)
-            events.append(Event(handle, 0, (0,), (0.0,), "", output.finish_reason))
-        return events
 
 
 def test_mixed_requests_keep_to_their_bounds_and_seed() -> None:
