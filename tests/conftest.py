@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import gc
 import socket
 from typing import Any
 
@@ -40,6 +43,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name, reason in OPTIONAL.items():
             if item.get_closest_marker(name) is not None and not config.getoption(f"--{name}"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+MAX_MAPPINGS = (
+    20_000  # of a process; Linux refuses more than 65,530, and XLA:CPU then aborts in a compile
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs() -> Iterator[None]:
+    """Drops compiled programs after a module when there are many: each keeps several memory mappings."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MAX_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -211,10 +211,10 @@ def make_code_plan(
     head_columns = -(-num_q_heads // layout.num_kv_heads // 8) * 8
     size, groups, tile = layout.block_size, layout.num_value_groups, 64
     num_scales = math.prod(layout.value_affine_shape)
-    multiple, most = size % tile == 0, 64 if head_dim <= 128 else 16
+    multiple, most = size % tile == 0, 32  # 64 columns spill registers
     blocks = "multiples of 64" if layout.format.bits < 8 else "16, 32 and multiples of 64"
     for name, value, good, supported in (
-        ("head_dim", head_dim, head_dim in (64, 128, 192, 256), "64, 128, 192 and 256"),
+        ("head_dim", head_dim, head_dim in (64, 128), "64 and 128"),  # TMA: 256 codes a row at most
         ("block_size", size, multiple or (layout.format.bits == 8 and size in (16, 32)), blocks),
         ("query heads per kv head times value groups", head_columns * groups,
          head_columns * groups <= most, f"at most {most}, heads in eights"),
@@ -224,13 +224,13 @@ def make_code_plan(
             raise NotImplementedError(
                 f"hopper: {layout.format.name}: {name}: supported are {supported}; got {value}"
             )
-    query_tile = min(query_len, max(1, min(32, most) // (head_columns * groups)))
+    query_tile = min(query_len, max(1, most // (head_columns * groups)))
     plan = CodePlan(
         rows, query_len, num_q_heads, layout.num_kv_heads, head_dim, size, layout.num_blocks,
         jnp.dtype(jnp.bfloat16), head_columns, query_tile, tile, 1, 1, layout,
     )  # fmt: skip
     columns = plan.columns
-    budget = SMEM_BYTES // (2 if columns <= 16 and head_dim <= 128 else 1) - 1024
+    budget = SMEM_BYTES // (2 if columns <= 16 else 1) - 1024
     fixed = columns * (head_dim * (2 + 4 + 4 + 2 * plan.num_key_blocks) + groups * tile * 2 + 4)
     fixed += tile * 2 * head_dim * 2 + 4 * 1024
     stage = plan.code_rows * 2 * head_dim + 2 * plan.num_runs * groups * tile

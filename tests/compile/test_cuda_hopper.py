@@ -129,8 +129,7 @@ MORE_CODES = [
     {**QWEN3_8B, "format": "int8", "block_size": 32},
     {**QWEN3_8B, "format": "int8", "query_len": 4},
     {**QWEN3_8B, "format": "int4", "value_group": 32, "query_len": 64, "rows": 1},
-    {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 256, "format": "int8"},
-    {"num_q_heads": 64, "num_kv_heads": 1, "head_dim": 128, "format": "int8"},
+    {"num_q_heads": 32, "num_kv_heads": 1, "head_dim": 128, "format": "int8"},
 ]
 
 

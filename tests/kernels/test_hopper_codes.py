@@ -165,11 +165,11 @@ def test_cached_attention_by_name_equals_the_xla_path(interpreter, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 96}, "int8: head_dim: supported are 64, 128, 192 and 256; got 96"),
+        ({"head_dim": 96}, "int8: head_dim: supported are 64 and 128; got 96"),
         ({"block_size": 48}, "int8: block_size: supported are 16, 32 and multiples of 64; got 48"),
         ({"format": "int4", "block_size": 32}, "int4: block_size: supported are multiples of 64"),
         ({"num_blocks": 2**24}, "scales of V in the pool: supported are 64 to 2"),
-        ({"group": 72}, "query heads per kv head times value groups: supported are at most 64"),
+        ({"group": 40}, "query heads per kv head times value groups: supported are at most 32"),
     ],
 )
 def test_unsupported_codes_are_refused_with_what_is_supported(changes, message):
