@@ -149,9 +149,9 @@ class ReuseMachine(RuleBasedStateMachine):
         assert self.driver.num_free + self.driver.num_cached == CROWDED.num_blocks
 
 
-# Sequences of the first machine and of each other: the default takes about 150 s of one core, 55 of them to compile.
+# Sequences of the first machine and of each other: the default takes about 110 s of one core, 55 of them to compile.
 _LONG = os.environ.get("HYPOTHESIS_PROFILE") == "reuse"
-_MANY, _FEW = (2000, 500) if _LONG else (800, 150)
+_MANY, _FEW = (2000, 500) if _LONG else (500, 120)
 
 
 class FairMachine(ReuseMachine):

@@ -72,6 +72,7 @@ def test_model_name_is_the_folder_the_file_or_the_hub_id(tmp_path: Any) -> None:
     assert cli_serve.model_name("Qwen/Qwen3-0.6B", "q") == "q"
 
 
+@pytest.mark.slow
 def test_serve_answers_until_the_signal_and_ends_with_0() -> None:
     command = [
         sys.executable, "-c", "from jaxkv.cli import main; main()", "serve", "--port", "0", "--max-seqs", "1",
