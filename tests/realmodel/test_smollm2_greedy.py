@@ -54,7 +54,9 @@ def test_smollm2_greedy_equals_transformers(completions: list[Completion]) -> No
                 break
 
 
-@pytest.mark.parametrize("chunk", [1, 7, pytest.param(64, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "chunk", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (7, 64))]
+)
 def test_smollm2_any_prefill_chunk_gives_the_same_tokens(
     smollm2: LoadedModel, completions: list[Completion], chunk: int
 ) -> None:
