@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from engine.conftest import CountingEngine
+from engine_driver import CountingEngine
 
 from jaxkv.async_engine import AsyncEngine
 from jaxkv.request import FinishReason, Request

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from engine.conftest import (
+from engine_driver import (
     CONFIG,
     EOS,
     MODEL,

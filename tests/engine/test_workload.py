@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine.conftest import CountingEngine, Letters
+from engine_driver import CountingEngine, Letters
 
 from jaxkv.cli_bench import Workload, figures, parse_range, read_dataset, save_plot, table
 from jaxkv.request import Request
