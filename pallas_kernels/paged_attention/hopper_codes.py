@@ -141,7 +141,7 @@ class CodeTiles(Tiles):
         offsets = [self.scale_queries(stage, index) for index in range(plan.num_key_blocks)]
         plgpu.commit_smem()
         keys, row = refs.tile_smem.at[:, pl.ds(0, dim)], iota((plan.tile, plan.columns), 0)
-        out = None
+        out: Any = None
         for index, offset in enumerate(offsets):
             columns = pl.ds(index * plan.columns, plan.columns)
             scaled = transposed(refs.scaled_smem.at[columns])
