@@ -24,10 +24,15 @@ from rich.console import Console
 from jaxkv import cli_terminal
 from jaxkv.cli_options import (
     BlockSizeOption,
+    DraftLenOption,
+    EngineBlocksOption,
     JsonOption,
     KVFormatOption,
+    MaxLenOption,
+    MaxSeqsOption,
     ModelOption,
     NumBlocksOption,
+    PrefillTokensOption,
     PromptArgument,
     SeedOption,
     SymmetricKeysOption,
@@ -241,29 +246,18 @@ def serve(
         str | None,
         typer.Option(show_default="the model's", help="What callers write into the field model."),
     ] = None,
-    max_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 8,
-    max_len: Annotated[
-        int | None,
-        typer.Option(
-            show_default="the model's context, at most 4096",
-            help="Tokens of a prompt with its answer.",
-        ),
-    ] = None,
+    max_seqs: MaxSeqsOption = 8,
+    max_len: MaxLenOption = None,
     kv_format: KVFormatOption = "float32",
     weights_format: WeightsFormatOption = "float32",
     block_size: BlockSizeOption = None,
-    num_blocks: Annotated[
-        int | None,
-        typer.Option(show_default="enough for all sequences", help="Blocks of the pool."),
-    ] = None,
-    prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens of one prefill call.")] = 256,
+    num_blocks: EngineBlocksOption = None,
+    prefill_tokens: PrefillTokensOption = 256,
     steps_per_dispatch: Annotated[
         int,
         typer.Option(help="Decode steps between two looks of the host; 1 streams token by token."),
     ] = 8,
-    draft_len: Annotated[
-        int, typer.Option(help="Tokens guessed ahead in each step, from the text so far; 0: none.")
-    ] = 0,
+    draft_len: DraftLenOption = 0,
     max_queue: Annotated[
         int, typer.Option(help="Sequences that run or wait; more are answered 429.")
     ] = 256,
@@ -324,28 +318,17 @@ def bench(
     ] = None,
     rate: Annotated[float, typer.Option(help="Requests a second; 0: all at once.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of lengths, ids and arrivals.")] = 0,
-    max_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 8,
-    max_len: Annotated[
-        int | None,
-        typer.Option(
-            show_default="the model's context, at most 4096",
-            help="Tokens of a prompt with its answer.",
-        ),
-    ] = None,
+    max_seqs: MaxSeqsOption = 8,
+    max_len: MaxLenOption = None,
     kv_format: KVFormatOption = "float32",
     weights_format: WeightsFormatOption = "float32",
     block_size: BlockSizeOption = None,
-    num_blocks: Annotated[
-        int | None,
-        typer.Option(show_default="enough for all sequences", help="Blocks of the pool."),
-    ] = None,
-    prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens of one prefill call.")] = 256,
+    num_blocks: EngineBlocksOption = None,
+    prefill_tokens: PrefillTokensOption = 256,
     steps_per_dispatch: Annotated[
         int, typer.Option(help="Decode steps between two looks of the host.")
     ] = 16,
-    draft_len: Annotated[
-        int, typer.Option(help="Tokens guessed ahead in each step, from the text so far; 0: none.")
-    ] = 0,
+    draft_len: DraftLenOption = 0,
     plot: Annotated[
         Path | None, typer.Option(show_default=False, help="Draw the latencies into this file.")
     ] = None,

@@ -54,3 +54,19 @@ NumBlocksOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(help="Seed of the random numbers.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON object.")]
+
+# Of the commands that run an engine.
+MaxSeqsOption = Annotated[int, typer.Option(help="Sequences that run at once.")]
+MaxLenOption = Annotated[
+    int | None,
+    typer.Option(
+        show_default="the model's context, at most 4096", help="Tokens of a prompt with its answer."
+    ),
+]
+EngineBlocksOption = Annotated[
+    int | None, typer.Option(show_default="enough for all sequences", help="Blocks of the pool.")
+]
+PrefillTokensOption = Annotated[int, typer.Option(help="Prompt tokens of one prefill call.")]
+DraftLenOption = Annotated[
+    int, typer.Option(help="Tokens guessed ahead in each step, from the text so far; 0: none.")
+]

@@ -367,7 +367,8 @@ def _accept(
     broken = live & (num_new < wanted)
 
     column = jnp.where(offset < num_new[:, None], num_tokens[:, None] + offset, config.max_seq_len)
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), chosen[..., None], axis=-1)[..., 0]
+    scores = jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0]
+    logprobs = scores - jax.nn.logsumexp(logits, axis=-1)
     ended = live & ((num_new == until_stop) | (num_new == room))
     finish = jnp.where(num_new == until_stop, STOP, LENGTH)
     finish = jnp.where(broken, NOT_FINITE, jnp.where(ended, finish, RUNNING))

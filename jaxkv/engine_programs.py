@@ -116,11 +116,7 @@ class Programs:
 
     def decode(self, slots: Sequence[int], num_steps: int) -> Report:
         """Runs `engine_loop.decode` on the slots."""
-        rows = self.shapes.choose_decode(len(slots))
-        sizes = self.shapes.max_steps, self.shapes.draft_len
-        step = functools.partial(engine_loop.decode, self.config, *sizes)
-        args = self._rows(slots, rows), np.int32(num_steps)
-        return self._dispatch(("decode", rows), step, *args)
+        return self._decode(slots, self.shapes.choose_decode(len(slots)), num_steps)
 
     def drop(self, slots: Sequence[int]) -> Report:
         """Runs `engine_loop.drop` on the slots."""
@@ -133,13 +129,16 @@ class Programs:
         for rows, chunk in self.shapes.prefill:
             self.feed([], rows, chunk)
         for rows in self.shapes.decode_rows:
-            step = functools.partial(
-                engine_loop.decode, self.config, self.shapes.max_steps, self.shapes.draft_len
-            )
-            self._dispatch(("decode", rows), step, self._rows([], rows), np.int32(0))
+            self._decode([], rows, 0)
         self.drop([])
         self.place(self._nobody())
         return self.num_compiles
+
+    def _decode(self, slots: Sequence[int], rows: int, num_steps: int) -> Report:
+        sizes = self.shapes.max_steps, self.shapes.draft_len
+        step = functools.partial(engine_loop.decode, self.config, *sizes)
+        args = self._rows(slots, rows), np.int32(num_steps)
+        return self._dispatch(("decode", rows), step, *args)
 
     def _nobody(self) -> Placement:
         """Returns a request for the slot behind the last, where nothing is written."""
