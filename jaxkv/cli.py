@@ -25,6 +25,7 @@ from jaxkv import cli_terminal
 from jaxkv.cli_options import (
     BlockSizeOption,
     DraftLenOption,
+    EarlyStop,
     EngineBlocksOption,
     JsonOption,
     KVFormatOption,
@@ -154,6 +155,16 @@ def generate(
             help="Search with this many beams per prompt; --num-samples of the best are written.",
         ),
     ] = None,
+    length_penalty: Annotated[
+        float, typer.Option(help="With beams: above 1 favours long texts, below 1 short ones.")
+    ] = 1.0,
+    early_stopping: Annotated[
+        EarlyStop,
+        typer.Option(
+            help="With beams: when a search with enough finished texts ends: at once (yes), when the best beam as it "
+            "stands is no better (no), or when none can become better (never)."
+        ),
+    ] = EarlyStop.no,
     chat: Annotated[
         bool,
         typer.Option("--chat/--no-chat", help="Put each prompt into the model's chat template."),
@@ -193,6 +204,8 @@ def generate(
         sampling=SamplingParams(temperature, top_k, top_p, min_p, seed),
         num_samples=num_samples,
         num_beams=beams,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping.rule,
         chat=chat,
         kv_format=kv_format,
         kv_options=KVOptions(symmetric_keys, value_group, num_wide_layers),

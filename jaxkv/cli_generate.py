@@ -19,6 +19,7 @@ import jax
 
 from jaxkv import ledger
 from jaxkv.beam import BeamSearcher
+from jaxkv.beam_loop import EarlyStopping
 from jaxkv.cache import PagedKVCache
 from jaxkv.cli_report import open_bytes
 from jaxkv.cli_terminal import format_bytes, spinner, stderr
@@ -66,6 +67,7 @@ class RunOptions:
       sampling: for all prompts.
       num_samples: sequences per prompt; with beams the best of them.
       num_beams: beams per prompt; None means no beam search.
+      length_penalty, early_stopping: of a beam search, see `beam_search`.
       chat: put prompts into the tokenizer's chat template.
       kv_format, kv_options, block_size, num_blocks: the pool; block_size None means the format's own, num_blocks None enough
         for the request.
@@ -77,6 +79,8 @@ class RunOptions:
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     num_samples: int = 1
     num_beams: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
     chat: bool = False
     kv_format: str = "float32"
     kv_options: KVOptions = OWN_OPTIONS
@@ -104,6 +108,8 @@ class Request:
                 self.prompts,
                 num_beams=self.options.num_beams or 1,
                 max_new_tokens=self.max_new_tokens,
+                length_penalty=self.options.length_penalty,
+                early_stopping=self.options.early_stopping,
                 num_return=self.options.num_samples,
             )
             return itertools.chain.from_iterable(found.hypotheses)
@@ -212,12 +218,15 @@ def prepare(
 
 
 def check_beams(options: RunOptions) -> None:
-    """Checks that a beam search is asked for nothing that only sampling knows.
+    """Checks that a beam search is asked for nothing that only sampling knows, and sampling for nothing of beams.
 
     Raises:
       ValueError: it is, or for more hypotheses than beams.
     """
     if options.num_beams is None:
+        for name in ("length_penalty", "early_stopping"):
+            if (given := getattr(options, name)) != getattr(RunOptions, name):
+                raise ValueError(f"{name}: expected none without beams, got {given}")
         return
     for field in dataclasses.fields(SamplingParams):
         given = getattr(options.sampling, field.name)

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import typer
+
+
+class EarlyStop(enum.StrEnum):
+    """The rules of stopping a beam search by name."""
+
+    no = "no"
+    yes = "yes"
+    never = "never"
+
+    @property
+    def rule(self) -> bool | str:
+        """As `beam_search` takes it."""
+        return {"no": False, "yes": True}.get(self.value, self.value)
+
 
 ModelOption = Annotated[
     str | None,

@@ -148,6 +148,7 @@ def test_generate_json_samples_share_the_prompt(loaded: FakeLoaded) -> None:
 def test_generate_beams_writes_the_best_of_them(loaded: FakeLoaded) -> None:
     """The two best of three beams, with their scores, in a pool with just enough blocks."""
     args = ["generate", "once upon a", "-n", "5", "--block-size", "4", "--beams", "3"]
+    args += ["--length-penalty", "-1", "--early-stopping", "never"]
     result = run(*args, "--num-samples", "2", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     answer = json.loads(result.stdout)
@@ -156,7 +157,7 @@ def test_generate_beams_writes_the_best_of_them(loaded: FakeLoaded) -> None:
         return dense_logits(loaded.model, list(tokens))[-1]
 
     prompt = LetterTokenizer().encode("once upon a")
-    best = beam_oracle.beam_search(logits, prompt, 3, 5)[0][:2]
+    best = beam_oracle.beam_search(logits, prompt, 3, 5, (), -1.0, "never")[0][:2]
     assert [c["tokens"] for c in answer["completions"]] == [tokens for _, tokens in best]
     scores = [c["score"] for c in answer["completions"]]
     assert scores == pytest.approx([score for score, _ in best], abs=1e-4)
@@ -262,6 +263,9 @@ BAD_GENERATE = [
     (["--prefill-chunk", "0"], "prefill_chunk: expected at least 1, got 0"),
     (["--steps-per-dispatch", "0"], "steps_per_dispatch: expected at least 1, got 0"),
     (["--beams", "0"], "beams: expected at least 1, got 0"),
+    (["--length-penalty", "2"], "length_penalty: expected none without beams, got 2.0"),
+    (["--early-stopping", "yes"], "early_stopping: expected none without beams, got True"),
+    (["--beams", "2", "--early-stopping", "soon"], "'soon'"),
     (["--beams", "2", "--temperature", "0.7"], "temperature: expected no sampling option with"),
     (["--beams", "2", "--seed", "3"], "seed: expected no sampling option with beams"),
     (["--beams", "2", "--num-samples", "3"], "num_samples: expected at most the 2 of beams, got 3"),

@@ -149,9 +149,11 @@ class ReuseMachine(RuleBasedStateMachine):
         assert self.driver.num_free + self.driver.num_cached == CROWDED.num_blocks
 
 
-# Sequences of the first machine and of each other: the default takes about 110 s of one core, 55 of them to compile.
+# Sequences of the first machine (2,000 in CI) and of each other, and steps of each.  A step may be a request's whole life, so
+# that 8 reach every failure and eviction; HYPOTHESIS_PROFILE=reuse takes longer ones.
 _LONG = os.environ.get("HYPOTHESIS_PROFILE") == "reuse"
-_MANY, _FEW = (2000, 500) if _LONG else (500, 120)
+_MANY = max(500, settings.default.max_examples)
+_FEW, _STEPS = (500, 15) if _LONG else (120, 8)
 
 
 class FairMachine(ReuseMachine):
@@ -183,11 +185,15 @@ class CostAwareMachine(ReuseMachine):
     policy = cost_aware(0.5, CROWDED.block_size)
 
 
+def _settings(num_sequences: int) -> settings:
+    return settings(max_examples=num_sequences, stateful_step_count=_STEPS)
+
+
 def test_reuse_machine_lru_matches_plain_model() -> None:
     """Field cases C1, C3, C5, D1, G8, G10, H'1, H'2, I1, I3: nothing leaks, nothing stale is found."""
     assert len({space.tenant for space in SPACES}) == 3
     ReuseMachine.outcomes.clear()
-    run_state_machine_as_test(ReuseMachine, settings=settings(max_examples=_MANY))
+    run_state_machine_as_test(ReuseMachine, settings=_settings(_MANY))
     bits = functools.reduce(operator.or_, ReuseMachine.outcomes)
     wanted = (
         StatusBit.OUT_OF_BLOCKS | StatusBit.SLOT_IN_USE | StatusBit.NOT_ADMITTED | StatusBit.EMPTY_SLOT
@@ -200,7 +206,7 @@ def test_reuse_machine_lru_matches_plain_model() -> None:
 
 @pytest.mark.parametrize("machine", [FairMachine, CostAwareMachine])
 def test_reuse_machine_other_policies_match_plain_model(machine: type[ReuseMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=_FEW))
+    run_state_machine_as_test(machine, settings=_settings(_FEW))
 
 
 def test_admit_of_a_tenant_without_weight_is_refused() -> None:

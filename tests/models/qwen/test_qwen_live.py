@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from qwen_cases import ATOL, CASES, LENGTH, seed_weights, write_folder
+from qwen_cases import ATOL, CASES, GOLDEN, LENGTH, seed_weights, write_folder
 from qwen_driver import cached_logits
 
+from jaxkv import CacheConfig
+from jaxkv.beam import BeamSearcher
 from models.qwen import QwenConfig, load
 from models.qwen.hf_weights import save
 
@@ -54,3 +57,37 @@ def test_saved_folder_is_read_by_transformers(name: str, tmp_path: Path) -> None
         logits = theirs(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
     ours, _ = cached_logits(load(tmp_path / "out").model, tokens, [LENGTH])
     np.testing.assert_allclose(ours, logits, atol=ATOL, rtol=0)
+
+
+def test_beams_equal_live_transformers(tmp_path: Path) -> None:
+    """The golden searches again, over other weights and prompts: hypotheses and scores, all lengths and rules of stopping."""
+    from hf_oracle import beams, make_model
+
+    golden = json.loads((GOLDEN / "beams.json").read_text(encoding="utf-8"))
+    hf = CASES[golden["case"]]
+    tensors = seed_weights(QwenConfig.from_hf(hf), seed=7)
+    theirs, ours = make_model(hf, tensors), load(write_folder(tmp_path, hf, tensors)).model
+    num_beams, num_new, eos = golden["num_beams"], golden["max_new_tokens"], golden["eos"]
+    cache = CacheConfig(
+        num_layers=ours.config.num_layers,
+        num_kv_heads=ours.config.num_kv_heads,
+        head_dim=ours.config.head_dim,
+        block_size=4,
+        num_blocks=num_beams * 6,
+        max_seqs=num_beams,
+        max_blocks_per_seq=6,
+    )
+    searcher = BeamSearcher(ours, cache, eos_token_ids=eos, prefill_chunk=8)
+    random = np.random.RandomState(13)
+    for search in golden["searches"][::2]:
+        prompt = random.randint(0, hf["vocab_size"], 9).tolist()
+        rules = {key: search[key] for key in ("length_penalty", "early_stopping")}
+        tokens, scores = beams(
+            theirs, prompt, eos, num_beams=num_beams, max_new_tokens=num_new, **rules
+        )
+        result = searcher.search(
+            [prompt], num_beams=num_beams, max_new_tokens=num_new, num_return=num_beams, **rules
+        )
+        (mine,) = result.hypotheses
+        assert [h.score for h in mine] == pytest.approx(scores, abs=2e-4, rel=1e-5)
+        assert [h.tokens for h in mine] == tokens
