@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Programs here run a few times on tiny arrays, and most of a test's time is LLVM optimising them.  What XLA does before
+# (fusion, aliasing, copies, memory) is the same.  Tests that run the real model, or compile for an accelerator, ask for all of it.
+if "--realmodel" not in sys.argv:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = flags.strip()
 
 import functools
 import gc
 import socket
-import sys
 from typing import Any
 
 import jax

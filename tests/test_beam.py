@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_model import dense_logits, fake_model
-from fast_compile import FAST_COMPILE
 from oracles import beam as oracle
 
 from jaxkv import CacheConfig, StatusBit, beam_loop, check_invariants, decode_loop
@@ -63,9 +62,8 @@ def dense(tokens: tuple[int, ...]) -> np.ndarray:
 
 _reserve = jax.jit(
     lambda cache, slots: reserve(CONFIG, cache, slots, jnp.full_like(slots, 24), 24),
-    compiler_options=FAST_COMPILE,
 )
-_release = jax.jit(functools.partial(release, CONFIG), compiler_options=FAST_COMPILE)
+_release = jax.jit(functools.partial(release, CONFIG))
 
 
 def _cleared(state: beam_loop.BeamState) -> beam_loop.BeamState:
@@ -85,7 +83,7 @@ _programs: dict[Any, dict[Any, Any]] = {}
 def searcher(config: CacheConfig, model: Any, eos: Sequence[int] = (), **options: Any) -> Any:
     """Returns a searcher that shares its compiled programs with all tests, and checks the cache at every look."""
     options = {"prefill_chunk": 8, "observe": functools.partial(check_invariants, config)} | options
-    made = BeamSearcher(model, config, eos_token_ids=eos, compiler_options=FAST_COMPILE, **options)
+    made = BeamSearcher(model, config, eos_token_ids=eos, **options)
     made._programs = _programs.setdefault((config, jax.tree.structure(model)), {})
     return made
 

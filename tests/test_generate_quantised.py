@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 from fake_model import dense_logits, fake_model
-from fast_compile import FAST_COMPILE
 
 from jaxkv import CacheConfig, PagedKVCache, check_invariants
 from jaxkv.generate import Generator
@@ -37,7 +36,6 @@ _programs: dict[
 
 def generator(config: CacheConfig, chunk: int, steps: int, **options: Any) -> Generator:
     """Returns a generator that shares its compiled programs with all tests of this module."""
-    options["compiler_options"] = FAST_COMPILE
     made = Generator(MODEL, config, prefill_chunk=chunk, steps_per_dispatch=steps, **options)
     made._programs = _programs.setdefault(config, {})
     return made

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fast_compile import FAST_COMPILE
 from plain_model import PlainCache
 
 from jaxkv import (
@@ -99,7 +98,7 @@ class Programs:
                 assert next(traces) == 1, "a transition was traced again: its shapes are not static"
                 return function(*args)
 
-            return jax.jit(traced, compiler_options=FAST_COMPILE)
+            return jax.jit(traced)
 
         self.once = once
         self.append = once(append)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_compile import FAST_COMPILE
 
 from jaxkv import CacheConfig, init_cache, reserve
 from pallas_kernels import quantiser
@@ -58,7 +57,7 @@ def row_error(got: np.ndarray, want: np.ndarray) -> float:
 def through_cache(config: CacheConfig, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Returns out of the last token, whose query is `q`, all tokens written in one chunk but that one."""
 
-    @functools.partial(jax.jit, static_argnums=4, compiler_options=FAST_COMPILE)
+    @functools.partial(jax.jit, static_argnums=4)
     def step(cache, q, k, v, query_len):
         lens = jnp.full(1, query_len, jnp.int32)
         cache, view = reserve(config, cache, jnp.zeros(1, jnp.int32), lens, query_len)

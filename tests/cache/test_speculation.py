@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_model import fake_model
-from fast_compile import FAST_COMPILE
 
 from jaxkv import (
     CacheConfig,
@@ -53,7 +52,7 @@ class Run:
             hidden, store = MODEL(tokens, cache.store, view)
             return dataclasses.replace(cache, store=store), MODEL.unembed(hidden)
 
-        quick = functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+        quick = functools.partial(jax.jit)
         self.config, self.step = config, quick(step)
         self.cut = quick(lambda cache, lens: truncate(config, cache, SLOTS, lens))
         cache = init_cache(config)

@@ -285,7 +285,11 @@ def compile_for(
         *on_target(target, tuple(args))
     )
     with tempfile.TemporaryDirectory(prefix="jaxkv-cuda-") as folder:
-        options = {"xla_dump_to": folder, "xla_gpu_autotune_level": "0"}
+        options = {
+            "xla_dump_to": folder,
+            "xla_gpu_autotune_level": "0",
+            "xla_backend_optimization_level": "3",  # whatever conftest asks of CPU programs
+        }
         compiled = lowered.compile(compiler_options=options)
         dump = pathlib.Path(folder)
         thunks = "".join(path.read_text() for path in sorted(dump.glob("*thunk_sequence.txt")))

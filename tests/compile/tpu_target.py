@@ -91,4 +91,6 @@ def compile_for(chip: Chip, function, *args, donate: tuple[int, ...] = ()):
     """
     with lowering_for(chip):
         lowered = jax.jit(function, donate_argnums=donate).lower(*abstract(chip, args))
-    return lowered.compile()
+    return lowered.compile(
+        {"xla_backend_optimization_level": 3}
+    )  # whatever conftest asks of CPU programs

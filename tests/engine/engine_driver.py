@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from fake_model import fake_model
-from fast_compile import FAST_COMPILE
 
 from jaxkv import CacheConfig, check_invariants
 from jaxkv.engine import Engine, EngineStats
@@ -98,7 +97,6 @@ def engine_of(draft_len: int) -> Engine:
         CONFIG,
         tokenizer=Letters(),
         eos_token_ids=[EOS],
-        compiler_options=FAST_COMPILE,
         **sizes,
     )
 

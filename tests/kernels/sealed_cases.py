@@ -79,9 +79,7 @@ class SealedInputs:
         return {"scale": case.head_dim**-0.5, "soft_cap": case.soft_cap, "window": case.window}
 
 
-@functools.partial(
-    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": "0"}
-)
+@functools.partial(jax.jit, static_argnums=0)
 def _seal_all(layout: SealedLayout, kv: Any) -> Any:
     return jax.vmap(lambda blocks: seal(layout, blocks))(kv)
 

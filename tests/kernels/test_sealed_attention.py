@@ -104,7 +104,6 @@ def test_triton_ragged_blocks_bits_and_traced_knobs_match_the_oracle(
     bits = [jax.lax.bitcast_convert_type(x, t) for x, t in zip(arrays, types, strict=True)]
     call = jax.jit(
         functools.partial(paged_attention_triton, interpret=True, tiling=tiling),
-        compiler_options={"xla_backend_optimization_level": 0},
     )
     out, lse = call(
         inputs.q, SealedStore(*bits, layout), inputs.layer, inputs.view, **inputs.knobs(case)

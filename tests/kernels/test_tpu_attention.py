@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_compile import FAST_COMPILE, FAST_INTERPRET
+from fast_compile import FAST_INTERPRET
 from jax.experimental.pallas import tpu as pltpu
 from oracles.attention import TOLERANCES, paged_attention_oracle, worst_row_error
 
@@ -58,7 +58,7 @@ def attend(q, store, layer, view, scale, soft_cap, window, tuning, interpret):
     )
 
 
-@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+@functools.partial(jax.jit)
 def refer(q, store, layer, view, scale, soft_cap, window):
     return paged_attention_reference(
         q, store, layer, view, scale=scale, soft_cap=soft_cap, window=window

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_compile import FAST_COMPILE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles.attention import TOLERANCES, paged_attention_oracle, worst_row_error
@@ -27,7 +26,6 @@ both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @functools.partial(
     jax.jit,
     static_argnames=("implementation", "return_lse"),
-    compiler_options=FAST_COMPILE,
 )
 def attention(q: Any, store: KVStore, layer: Any, view: BatchView, **options: Any) -> Any:
     """The op under jit; scale, soft cap and window are traced."""

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_compile import FAST_COMPILE
 from oracles import eviction as oracle
 
 from jaxkv.access_log import AccessLog, init_log, note_evicted, start, tick, touch
@@ -63,7 +62,7 @@ def order_program(policy: Policy) -> Callable[..., Any]:
         shares = {"charges": charges, "num_blocks": BUDGET} if isinstance(policy, Fair) else {}
         return policy(log, live, SEQS + 2, depths, **shares)
 
-    return jax.jit(order, compiler_options=FAST_COMPILE)
+    return jax.jit(order)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_fair_tenant_within_its_quota_loses_nothing_to_another() -> None:
     policy = fair(WEIGHTS)
     rng = random.Random(8)
 
-    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    @functools.partial(jax.jit)
     def order(log: AccessLog, cached: Any, usage: Any, demand: Any) -> Any:
         return eviction_order(
             policy, log, cached, SEQS, usage=usage, demand=demand, num_blocks=BUDGET
@@ -165,7 +164,7 @@ def test_victim_tree_any_history_gives_the_order_of_the_policy(
     rng = np.random.default_rng(3)
     width, count = 40, 6
 
-    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    @functools.partial(jax.jit)
     def step(log: AccessLog, tree: Any, gone: Any, used: Any, depths: Any, new: Any) -> Any:
         tree = leave(policy, log, tree, gone)
         log = tick(note_evicted(log, gone), jnp.int32(width))

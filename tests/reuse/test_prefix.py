@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_compile import FAST_COMPILE
 
 from jaxkv import CacheConfig, prefix
 from jaxkv.namespace import Namespace
@@ -37,7 +36,7 @@ def programs(hash_name: str) -> tuple[Any, Any, Any]:
     """Returns match, insert and remove, compiled once for each hash; the first call must find it in place."""
     del hash_name  # the key alone
     return tuple(
-        jax.jit(functools.partial(function, CONFIG), compiler_options=FAST_COMPILE)
+        jax.jit(functools.partial(function, CONFIG))
         for function in (prefix.match, prefix.insert, prefix.remove)
     )
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_compile import FAST_COMPILE
 
 from jaxkv.access_log import init_log, note_evicted, start, tick, touch
 from jaxkv.eviction import Fair, Policy, aged_lfu, cost_aware, eviction_order, fair, lfu, lru
@@ -48,7 +47,7 @@ class ArrayReplay:
         self.depths = np.zeros(CAPACITY, np.int32)
         self.victims: list[int] = []
 
-        @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+        @functools.partial(jax.jit)
         def order(log: Any, cached: Any, demand: Any, usage: Any, depths: Any) -> Any:
             shares = (
                 {"usage": usage, "demand": demand, "num_blocks": CAPACITY}
@@ -57,7 +56,7 @@ class ArrayReplay:
             )
             return eviction_order(policy, log, cached, LONGEST, depths, **shares)
 
-        @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+        @functools.partial(jax.jit)
         def use(log: Any, gone: Any, span: Any, new: Any, tenant: Any, ids: Any, cost: Any) -> Any:
             log = tick(note_evicted(log, gone), span)
             log = start(log, new, jnp.full_like(new, tenant))

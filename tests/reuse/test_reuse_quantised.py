@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_model import FakeModel, dense_greedy, fake_model
-from fast_compile import FAST_COMPILE
 
 from jaxkv import CacheConfig, PagedKVCache, check_invariants, init_cache, release, reserve
 from jaxkv.admit import admit, evict, register, with_prefix_reuse
@@ -73,14 +72,14 @@ def serve_program(format: str) -> tuple[CacheConfig, Callable[..., Any]]:
         cache, _ = register(config, cache, ids, texts)
         return release(config, cache, lens > 0), hits, view.q_lens, texts, bytes_
 
-    return config, jax.jit(serve, compiler_options=FAST_COMPILE)
+    return config, jax.jit(serve)
 
 
 @functools.cache
 def evict_program(format: str) -> Callable[..., Any]:
     """Returns the jitted `evict`."""
     config, _ = serve_program(format)
-    return jax.jit(functools.partial(evict, config), compiler_options=FAST_COMPILE)
+    return jax.jit(functools.partial(evict, config))
 
 
 class Server:

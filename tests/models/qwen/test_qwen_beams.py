@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 
 import pytest
-from fast_compile import FAST_COMPILE
 from qwen_cases import GOLDEN
 
 from jaxkv import CacheConfig
@@ -29,9 +28,7 @@ def test_beam_search_equals_transformers(case_model: Callable[[str], LoadedModel
         max_seqs=2 * beams,
         max_blocks_per_seq=5,
     )
-    searcher = BeamSearcher(
-        model, config, eos_token_ids=FIXTURE["eos"], prefill_chunk=8, compiler_options=FAST_COMPILE
-    )
+    searcher = BeamSearcher(model, config, eos_token_ids=FIXTURE["eos"], prefill_chunk=8)
     searches = FIXTURE["searches"]
     for pair in zip(searches[::2], searches[1::2], strict=True):
         result = searcher.search(
