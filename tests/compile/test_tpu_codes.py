@@ -112,6 +112,7 @@ def test_sealing_compiles_in_place() -> None:
 
 
 LONG = pytest.mark.exhaustive
+FEW_HEADS = {"num_kv_heads": 2, "head_dim": 64}
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,20 @@ LONG = pytest.mark.exhaustive
         pytest.param("v5e", "int4", {"value_group": 128, "symmetric_keys": True}, marks=LONG),
         pytest.param("v6e", "fp8_e4m3", {"block_size": 32}, marks=LONG),
         pytest.param("v5p", "int4", {"value_group": 128}, marks=LONG),
+        pytest.param("v5e", "int8", FEW_HEADS | {"block_size": 128}, marks=LONG),
+        pytest.param(
+            "v5e",
+            "fp8_e4m3",
+            FEW_HEADS | {"block_size": 32},
+            marks=[
+                LONG,
+                pytest.mark.xfail(
+                    strict=True,
+                    reason="a row of less than 256 numbers has no halves of whole lanes; XLA tiles its blocks side by side "
+                    "and copies it: 6 % of the pool",
+                ),
+            ],
+        ),
     ],
 )
 def test_decode_loop_over_codes_keeps_every_pool_in_place(
