@@ -17,6 +17,7 @@ from numbers import Integral
 SCALE_BITS = 16
 OPEN_FORMAT = "bfloat16"
 DEFAULT_BLOCK_SIZE = 16
+_HALVED = 256  # numbers; see `_affine_array`
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,8 @@ def block_arrays(
     """Returns the arrays of one block in one layer by name, of a sealed block for quantised formats::
 
         codes         [H, B * code_bits / 8, 2 * D]   bytes; elements [H, B, 2 * D] where there are no scales
-        key_affine    [1, or 2 with centres, H * D]   bfloat16
-        value_affine  [D / value_group, H * B]        bfloat16
+        key_affine    [1, or 2 with centres, H * D]   bfloat16; a lone row of a multiple of 256 numbers
+        value_affine  [D / value_group, H * B]        as two of half the width
 
     Args:
       num_kv_heads, head_dim: H and D.
@@ -209,9 +210,16 @@ def block_arrays(
         raise ValueError(f"value_group: expected a divisor of head_dim {dim}, got {group}")
     return {
         "codes": BlockArray((heads, size * format.code_bits // 8, 2 * dim), 8),
-        "key_affine": BlockArray((2 if centres else 1, heads * dim), SCALE_BITS),
-        "value_affine": BlockArray((dim // group, heads * size), SCALE_BITS),
+        "key_affine": _affine_array(2 if centres else 1, heads * dim),
+        "value_affine": _affine_array(dim // group, heads * size),
     }
+
+
+def _affine_array(rows: int, width: int) -> BlockArray:
+    """Returns rows of scales or centres; a lone row that fills two of whole TPU registers is stored as these."""
+    if rows == 1 and width % _HALVED == 0:
+        rows, width = 2, width // 2
+    return BlockArray((rows, width), SCALE_BITS)
 
 
 def block_bytes(

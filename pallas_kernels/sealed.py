@@ -11,8 +11,11 @@ Sealed arrays, all with the pool's block ids::
 
     codes         [layer, block, kv_head, block_size, 2 * head_dim]      8 bits: int8, or float8_e4m3fn
                   [layer, block, kv_head, block_size / 2, 2 * head_dim]  4 bits: token i low, token i + block_size/2 high
-    key_affine    [layer, block, 1 or 2, kv_head * head_dim]             K: scale (and centre) per channel of the block
+    key_affine    [layer, block, key rows, kv_head * head_dim]           K: scale (and centre) per channel of the block
     value_affine  [layer, block, groups, kv_head * block_size]           V: scale per token and group of channels
+
+A lone row of a multiple of 256 numbers is stored as two rows, its halves: of an array with one row a block XLA:TPU puts the blocks
+of a layer side by side into tiles, and copies all of it, padded, for a kernel that copies blocks.
 
 Invariants:
   * Every array counts in `nbytes`; the affine arrays are bfloat16, heads side by side, so that no axis of a few entries is padded.
@@ -35,6 +38,8 @@ from pallas_kernels import quantiser
 from pallas_kernels.layout import KVLayout, KVStore
 
 Array = jax.Array
+
+_HALVED = 256  # numbers: two rows of whole TPU registers, of 128 lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +100,11 @@ class SealedLayout:
         return self.head_dim // self.value_group
 
     @property
+    def num_key_rows(self) -> int:
+        """Numbers of one K channel: its scale (and centre)."""
+        return 1 if self.symmetric_keys else 2
+
+    @property
     def codes_shape(self) -> tuple[int, int, int, int, int]:
         """Shape of the codes: [layer, block, kv_head, block_size (or half of it), 2 * head_dim]."""
         rows = self.block_size * self.format.bits // 8
@@ -110,14 +120,17 @@ class SealedLayout:
     @property
     def key_affine_shape(self) -> tuple[int, int, int, int]:
         """Shape of K's scales (and centres)."""
-        rows = 1 if self.symmetric_keys else 2
-        return self.num_layers, self.num_blocks, rows, self.num_kv_heads * self.head_dim
+        return self._affine_shape(self.num_key_rows, self.num_kv_heads * self.head_dim)
 
     @property
     def value_affine_shape(self) -> tuple[int, int, int, int]:
         """Shape of V's scales."""
-        width = self.num_kv_heads * self.block_size
-        return self.num_layers, self.num_blocks, self.num_value_groups, width
+        return self._affine_shape(self.num_value_groups, self.num_kv_heads * self.block_size)
+
+    def _affine_shape(self, rows: int, width: int) -> tuple[int, int, int, int]:
+        if rows == 1 and width % _HALVED == 0:
+            rows, width = 2, width // 2
+        return self.num_layers, self.num_blocks, rows, width
 
     @property
     def nbytes(self) -> int:
@@ -149,8 +162,8 @@ class SealedStore:
 
     Attributes:
       codes: layout.codes_dtype[layer, block, kv_head, row, 2 * head_dim].
-      key_affine: layout.affine_dtype[layer, block, 1 or 2, kv_head * head_dim].
-      value_affine: layout.affine_dtype[layer, block, group, kv_head * block_size].
+      key_affine: layout.affine_dtype[layer, block, key row, kv_head * head_dim], or as `key_affine_shape` halves it.
+      value_affine: layout.affine_dtype[layer, block, group, kv_head * block_size], or as `value_affine_shape` halves it.
       layout: static description.
     """
 
@@ -270,14 +283,15 @@ def seal(layout: SealedLayout, kv: Array) -> SealedBlocks:
     if layout.format.bits < 8:
         codes = quantiser.pack_nibbles(codes, axis=2)
     affine = [key.scale] if key.centre is None else [key.scale, key.centre]
+    key_affine = jnp.stack([x.reshape(n, -1) for x in affine], axis=1)
+    value_affine = value.scale[..., 0].transpose(0, 3, 1, 2)
     return SealedBlocks(
         codes=_to_bits(codes, layout.codes_dtype),
         key_affine=_to_bits(
-            jnp.stack([x.reshape(n, -1) for x in affine], axis=1), layout.affine_dtype
+            key_affine.reshape(n, *layout.key_affine_shape[2:]), layout.affine_dtype
         ),
         value_affine=_to_bits(
-            value.scale[..., 0].transpose(0, 3, 1, 2).reshape(n, -1, heads * tokens),
-            layout.affine_dtype,
+            value_affine.reshape(n, *layout.value_affine_shape[2:]), layout.affine_dtype
         ),
     )
 

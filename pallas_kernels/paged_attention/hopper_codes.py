@@ -55,9 +55,10 @@ def code_operands(store: SealedStore) -> dict[str, Array]:
         return lax.bitcast_convert_type(x, dtype).reshape(shape)
 
     rows, width = layout.codes_shape[-2:]
+    key_shape = layout.num_key_rows, layout.num_kv_heads * layout.head_dim
     return {
         "kv": view(store.codes, number, -1, rows, width),
-        "key_affine": view(store.key_affine, jnp.bfloat16, -1, *layout.key_affine_shape[2:]),
+        "key_affine": view(store.key_affine, jnp.bfloat16, -1, *key_shape),
         "value_affine": view(store.value_affine, jnp.bfloat16, -1),
     }
 
@@ -66,12 +67,13 @@ def code_scratch(plan: CodePlan, tiled: Any) -> dict[str, Any]:
     """Returns the SMEM that sealed blocks need: the ring, and the numbers made of one tile."""
     layout, ring = plan.codes, plan.stages
     number = jnp.float8_e4m3fn if layout.format.is_float else jnp.int8
-    key_rows = layout.key_affine_shape[2]
     slots = plan.num_runs * layout.num_value_groups * _SLOT
     columns = plan.num_key_blocks * plan.columns
     return {
         "kv_smem": plgpu.SMEM((ring, plan.code_rows, 2 * plan.head_dim), number),
-        "key_smem": plgpu.SMEM((ring, plan.num_key_blocks, key_rows, plan.head_dim), jnp.bfloat16),
+        "key_smem": plgpu.SMEM(
+            (ring, plan.num_key_blocks, layout.num_key_rows, plan.head_dim), jnp.bfloat16
+        ),
         "value_smem": plgpu.SMEM((ring, slots), jnp.bfloat16),
         "tile_smem": plgpu.SMEM((plan.tile, 2 * plan.head_dim), plan.dtype, transforms=tiled),
         "scaled_smem": plgpu.SMEM((columns, plan.head_dim), plan.dtype, transforms=tiled),

@@ -234,7 +234,7 @@ def make_code_plan(
     fixed = columns * (head_dim * (2 + 4 + 4 + 2 * plan.num_key_blocks) + groups * tile * 2 + 4)
     fixed += tile * 2 * head_dim * 2 + 4 * 1024
     stage = plan.code_rows * 2 * head_dim + 2 * plan.num_runs * groups * tile
-    stage += 2 * plan.num_key_blocks * layout.key_affine_shape[2] * head_dim
+    stage += 2 * plan.num_key_blocks * layout.num_key_rows * head_dim
     if splits is None:
         blocks_at_once = rows * layout.num_kv_heads * plan.query_tiles
         splits = choose_splits(blocks_at_once, max_blocks * size // (4 * tile))

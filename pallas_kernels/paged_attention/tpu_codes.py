@@ -3,7 +3,7 @@
 ::
 
     codes         HBM --copy--> VMEM [block, kv_head, row, 2 * head_dim]     K: (code + 1/2) * scale, then the product
-    key_affine    HBM --copy--> VMEM [block, 1 or 2, kv_head * head_dim]     q . centre, one number a query and block
+    key_affine    HBM --copy--> VMEM [block, key row, kv_head * head_dim]    q . centre, one number a query and block
     value_affine  HBM --copy--> VMEM [block, group, kv_head * block_size]    on the weights, before the product with V's codes
 
 Invariants:
@@ -148,7 +148,7 @@ class CodeChunks:
     def _key_rows(self, slot: Array, row: int, head: int) -> Array:
         """Returns f32[block, 1, key_width] of K's affine row of one head of a chunk, zero past head_dim."""
         dim, width = self.plan.head_dim, self.plan.key_width
-        x = bfloat16_values(self.buffers[1][slot, :, row : row + 1, head * dim : (head + 1) * dim])
+        x = self._affine(1, slot, row, self.codes.num_key_rows, head * dim, dim)
         if width == dim:
             return x
         return jnp.concatenate([x, jnp.zeros((*x.shape[:2], width - dim), jnp.float32)], axis=2)
@@ -156,9 +156,24 @@ class CodeChunks:
     def _value_row(self, slot: Array, group: int, head: int) -> Array:
         """Returns f32[1, key]: V's scales of one group and head, token by token of the chunk."""
         size = self.plan.block_size
-        lanes = slice(head * size, (head + 1) * size)
-        rows = bfloat16_values(self.buffers[2][slot, :, group : group + 1, lanes])
+        rows = self._affine(2, slot, group, self.codes.num_value_groups, head * size, size)
         return jnp.concatenate(list(rows), axis=1)
+
+    def _affine(
+        self, index: int, slot: Array, row: int, num_rows: int, start: int, width: int
+    ) -> Array:
+        """Returns f32[block, 1, width]: entries start : start + width of one of the num_rows rows of buffers[index].
+
+        A row may lie in halves (see `sealed`), and an odd head in the middle then in both.
+        """
+        buffer, parts = self.buffers[index], []
+        pieces, lanes = buffer.shape[2] // num_rows, buffer.shape[3]
+        for piece in range(pieces):
+            first, end = max(start - piece * lanes, 0), min(start + width - piece * lanes, lanes)
+            if first < end:
+                at = row * pieces + piece
+                parts.append(bfloat16_values(buffer[slot, :, at : at + 1, first:end]))
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2)
 
 
 def code_kernel(
@@ -175,15 +190,15 @@ def code_kernel(
     floats_ref,  # SMEM f32[2]: scale, soft cap
     q_ref,  # VMEM compute_dtype[kv_head, query, key_width]
     codes_ref,  # HBM codes[layer, block, kv_head, row, 2 * head_dim]
-    key_affine_ref,  # HBM bf16[layer, block, 1 or 2, kv_head * head_dim]
-    value_affine_ref,  # HBM bf16[layer, block, group, kv_head * block_size]
+    key_affine_ref,  # HBM bf16[layer, block, key row, kv_head * head_dim], a lone row in halves
+    value_affine_ref,  # HBM bf16[layer, block, group, kv_head * block_size], a lone row in halves
     # out
     out_ref,  # VMEM [kv_head, query, head_dim]
     lse_ref,  # VMEM f32[kv_head, 1, lse_width]
     # scratch
     codes_buffer_ref,  # VMEM codes[2, chunk_block, kv_head, row, 2 * head_dim]
-    key_buffer_ref,  # VMEM bf16[2, chunk_block, 1 or 2, kv_head * head_dim]
-    value_buffer_ref,  # VMEM bf16[2, chunk_block, group, kv_head * block_size]
+    key_buffer_ref,  # VMEM bf16[2, chunk_block, ...] of key_affine_ref
+    value_buffer_ref,  # VMEM bf16[2, chunk_block, ...] of value_affine_ref
     peak_ref,  # VMEM f32[kv_head, query, 128]
     total_ref,  # VMEM f32[kv_head, query, 128]
     acc_ref,  # VMEM f32[kv_head, query, value_width]

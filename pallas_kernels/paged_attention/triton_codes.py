@@ -134,17 +134,25 @@ def code_operands(store: SealedStore) -> tuple[Array, Array, Array]:
     """Returns codes u16[layer, block, kv_head, row, head_dim], key_affine, value_affine: what the kernel takes.
 
     Two codes a word: Pallas computes offsets in 32 bits up to 4 GiB, which overflow past 2 GiB if an element is a byte.  XLA
-    makes the view without a copy.
+    makes the views without a copy, also that of a lone affine row stored in halves.
     """
+    layout = store.layout
     codes = store.codes.reshape(*store.codes.shape[:-1], -1, 2)
-    return lax.bitcast_convert_type(codes, jnp.uint16), store.key_affine, store.value_affine
+    key_affine, value_affine = (
+        x.reshape(*x.shape[:2], rows, -1)
+        for x, rows in (
+            (store.key_affine, layout.num_key_rows),
+            (store.value_affine, layout.num_value_groups),
+        )
+    )
+    return lax.bitcast_convert_type(codes, jnp.uint16), key_affine, value_affine
 
 
 def attend_codes(
     # in
     q_ref: Any,  # q_dtype[row, q_pos, q_head, head_dim]
     codes_ref: Any,  # u16[layer, block, kv_head, row, head_dim]: K pairs, then V pairs
-    key_affine_ref: Any,  # bf16 or bits[layer, block, 1 or 2, kv_head * head_dim]
+    key_affine_ref: Any,  # bf16 or bits[layer, block, key row, kv_head * head_dim]
     value_affine_ref: Any,  # bf16 or bits[layer, block, group, kv_head * block_size]
     layer_ref: Any,  # i32[]
     tables_ref: Any,  # i32[row, column]

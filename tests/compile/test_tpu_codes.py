@@ -111,36 +111,51 @@ def test_sealing_compiles_in_place() -> None:
     assert memory.temp_size_in_bytes <= nbytes(kv)
 
 
+LONG = pytest.mark.exhaustive
+FEW_HEADS = {"num_kv_heads": 2, "head_dim": 64}
+
+
 @pytest.mark.parametrize(
-    ("chip", "format", "num_blocks"),
+    ("chip", "format", "options"),
     [
-        ("v5e", "int8", 512),
-        pytest.param("v6e", "fp8_e4m3", 512, marks=pytest.mark.exhaustive),
-        pytest.param("v5p", "int4", 512, marks=pytest.mark.exhaustive),
+        # Both affine arrays have one row a block, in halves.
+        ("v5e", "fp8_e4m3", {"block_size": 64}),
+        pytest.param("v5e", "int8", {}, marks=LONG),
+        pytest.param("v5e", "int4", {}, marks=LONG),
+        pytest.param("v5e", "int4", {"value_group": 128}, marks=LONG),
+        pytest.param("v5e", "int4", {"value_group": 128, "symmetric_keys": True}, marks=LONG),
+        pytest.param("v6e", "fp8_e4m3", {"block_size": 32}, marks=LONG),
+        pytest.param("v5p", "int4", {"value_group": 128}, marks=LONG),
+        pytest.param("v5e", "int8", FEW_HEADS | {"block_size": 128}, marks=LONG),
         pytest.param(
             "v5e",
-            "int8",
-            20_000,
+            "fp8_e4m3",
+            FEW_HEADS | {"block_size": 32},
             marks=[
-                pytest.mark.exhaustive,
+                LONG,
                 pytest.mark.xfail(
                     strict=True,
-                    reason="XLA keeps value_affine (one row a block) with blocks second-minor and copies it into rows, "
-                    "padded to two: 1.5 % of the pool; of 512 blocks the copy fits VMEM and counts nowhere",
+                    reason="a row of less than 256 numbers has no halves of whole lanes; XLA tiles its blocks side by side "
+                    "and copies it: 6 % of the pool",
                 ),
             ],
         ),
     ],
 )
 def test_decode_loop_over_codes_keeps_every_pool_in_place(
-    chip: str, format: str, num_blocks: int
+    chip: str, format: str, options: dict[str, Any]
 ) -> None:
-    """Reserve, write, seal, read both parts, over layers in a scan over steps: alias all, temp at most 1 %."""
-    rows, layers, heads, dim = 8, 4, 8, 128
+    """Reserve, write, seal, read both parts, over layers in a scan over steps: alias all, temp at most 1 %.
+
+    A pool of 20,000 blocks (5 to 11 GB): of a small one XLA hides copies in VMEM, where no one counts them.
+    """
+    rows, layers = 8, 4
+    sizes = {"num_kv_heads": 8, "head_dim": 128, "block_size": 64} | options
     config = CacheConfig(
-        num_layers=layers, num_kv_heads=heads, head_dim=dim, block_size=64, num_blocks=num_blocks,
-        max_seqs=rows, max_blocks_per_seq=64, format=format, as_bits=False,
+        num_layers=layers, num_blocks=20_000, max_seqs=rows, max_blocks_per_seq=64, format=format,
+        as_bits=False, **sizes,
     )  # fmt: skip
+    heads, dim = config.num_kv_heads, config.head_dim
 
     def loop(cache: Any, q: Any, k: Any, v: Any, steps: Any) -> Any:
         ids = jnp.arange(rows, dtype=jnp.int32)

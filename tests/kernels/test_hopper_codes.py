@@ -25,7 +25,7 @@ from pallas_kernels.paged_attention.hopper_plan import make_code_plan
 # Several tiles a block, of both halves of its nibbles; four blocks a tile, several queries.
 OWN_CASES = (
     SealedCase(
-        "int4 block 128", "int4", 128, 64, 1, 3, ((300, 1), (128, 1)), value_group=32, window=130
+        "int4 block 128", "int4", 128, 64, 1, 3, ((300, 1), (128, 1)), value_group=16, window=130
     ),
     SealedCase("int8 block 16, queries", "int8", 16, 64, 1, 2, ((90, 3), (33, 2)), query_len=3),
 )

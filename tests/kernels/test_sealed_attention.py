@@ -42,10 +42,16 @@ def expected(case: SealedCase) -> tuple[np.ndarray, np.ndarray]:
     )  # fmt: skip
 
 
+# One head, whose K scales lie in both halves of their row.
+ACROSS = SealedCase("fp8 across halves", "fp8_e4m3", 32, 256, 1, 2, ((65, 1), (64, 1)))
+
+
 def cases() -> list:
     """Returns every implementation on every case; the two in jnp share their reading, so two cases of one will do."""
     few = ("int8 block 32, window", "int4 chunk, window")
     return [
+        pytest.param("tpu", ACROSS, id="tpu-fp8 across halves"),
+    ] + [
         pytest.param(
             name,
             case,

@@ -13,8 +13,9 @@ def read_block(sealed, layer: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     layout = sealed.layout
     heads, tokens, dim = layout.num_kv_heads, layout.block_size, layout.head_dim
     codes = np.asarray(sealed.codes)[layer, block]
-    key_affine = _bfloat16(sealed.key_affine)[layer, block]
-    value_affine = _bfloat16(sealed.value_affine)[layer, block]
+    # However an array is shaped, its rows follow one another.
+    key_affine = _bfloat16(sealed.key_affine)[layer, block].reshape(-1, heads * dim)
+    value_affine = _bfloat16(sealed.value_affine)[layer, block].reshape(-1, heads * tokens)
     k, v = np.zeros((heads, tokens, dim)), np.zeros((heads, tokens, dim))
     for head in range(heads):
         for token in range(tokens):
