@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Interpreted GPU kernels wait for each other inside callbacks, each on a thread of XLA:CPU: with two they wait forever.
+os.environ.setdefault("PJRT_NPROC", str(max(4, os.cpu_count() or 1)))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import functools
