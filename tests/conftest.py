@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Interpreted GPU kernels wait for each other inside callbacks, each on a thread of XLA:CPU: with two they wait forever.
+os.environ.setdefault("PJRT_NPROC", str(max(4, os.cpu_count() or 1)))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Programs here run a few times on tiny arrays, and most of a test's time is LLVM optimising them.  What XLA does before
 # (fusion, aliasing, copies, memory) is the same.  Tests that run the real model, or compile for an accelerator, ask for all of it.

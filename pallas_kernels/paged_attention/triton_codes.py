@@ -110,8 +110,8 @@ def choose_code_tiling(
     keys = 64 if query_rows == 16 and not wide else 32
     keys = min(keys, halves * max(16, power_of_two(layout.block_size // halves)))
     warps = 4 if narrow_q and (query_rows == 16 or (query_rows == 32 and head_dim <= 64)) else 8
-    if not narrow_q and query_rows == 32 and layout.format.name == "int8":
-        warps = 4  # 8: sm_90 spills
+    if not narrow_q and (wide or (query_rows == 32 and layout.format.name == "int8")):
+        warps = 4  # 8: sm_90 spills; of wide heads in 4 bits 4 still spill, a sixteenth to a seventh of that
     splits = choose_splits(
         rows * layout.num_kv_heads * pl.cdiv(packed, query_rows),
         query_rows,
