@@ -133,6 +133,15 @@ class ReuseMachine(RuleBasedStateMachine):
         ]
         self._take(self.driver.truncate, *zip(slots, lengths, strict=True))
 
+    @rule(slot=_slots, cut=st.integers(0, 24), new=_new, learn=st.booleans())
+    def cut_and_write(self, slot: int, cut: int, new: list[int], learn: bool) -> None:
+        """Rolls one sequence back and writes another continuation; what was findable there must not be any more."""
+        if kv_len := self.driver.plain.kv_len(slot):
+            if learn and slot in self.driver.plain.spaces:
+                self._take(self.driver.register, slot)
+            self._take(self.driver.truncate, (slot, cut % (kv_len + 1)))
+            self._take(self.driver.write, (slot, new))
+
     @rule(slots=_some_slots)
     def release(self, slots: list[int]) -> None:
         """Ends the named slots that hold something."""
