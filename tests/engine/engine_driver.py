@@ -10,7 +10,8 @@ from fake_model import fake_model
 from fast_compile import FAST_COMPILE
 
 from jaxkv import CacheConfig, check_invariants
-from jaxkv.engine import Engine, EngineStats
+from jaxkv.engine import Engine
+from jaxkv.engine_stats import EngineStats
 from jaxkv.generate import Generator
 from jaxkv.request import Event, FinishReason, Handle, Output, Request
 from jaxkv.sampling import SamplingParams
