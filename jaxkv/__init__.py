@@ -26,7 +26,9 @@ if TYPE_CHECKING:
         truncate,
     )
     from jaxkv.config import CacheConfig
-    from jaxkv.engine import Engine, EngineStats
+    from jaxkv.draft_model import DraftModel
+    from jaxkv.engine import Engine
+    from jaxkv.engine_stats import EngineStats
     from jaxkv.eviction import Policy, aged_lfu, cost_aware, fair, lfu, lru
     from jaxkv.invariants import check_invariants
     from jaxkv.model import DecoderModel
@@ -50,6 +52,7 @@ __all__ = [
     "CacheConfig",
     "CapacityError",
     "DecoderModel",
+    "DraftModel",
     "Engine",
     "EngineStats",
     "Event",
@@ -105,7 +108,9 @@ _MODULES = {
         "PagedKVCache", "clear_status", "fork", "init_cache", "raise_for_status", "release", "reserve", "truncate",
     ),
     "jaxkv.config": ("CacheConfig",),
-    "jaxkv.engine": ("Engine", "EngineStats"),
+    "jaxkv.draft_model": ("DraftModel",),
+    "jaxkv.engine": ("Engine",),
+    "jaxkv.engine_stats": ("EngineStats",),
     "jaxkv.eviction": ("Policy", "aged_lfu", "cost_aware", "fair", "lfu", "lru"),
     "jaxkv.invariants": ("check_invariants",),
     "jaxkv.model": ("DecoderModel",),

@@ -241,8 +241,8 @@ def register(
     blocks = cache.tables.blocks.at[row, column].set(ids, mode="drop")
     tables = BlockTables(blocks=blocks, kv_lens=cache.tables.kv_lens)
     status = dataclasses.replace(cache.status, bits=cache.status.bits | bits)
-    store = scrub_freed(config, cache.store, cache.pool.num_free, pool)
-    cache = PagedKVCache(pool, tables, store, status, cache.open_blocks, after)
+    cache = scrub_freed(config, cache, pool)
+    cache = dataclasses.replace(cache, pool=pool, tables=tables, status=status, reuse=after)
     return cache, num_findable
 
 
@@ -255,8 +255,8 @@ def evict(
     shares = Shares(reuse.usage, none, none, reuse.tree.sizes, config.num_blocks)
     count = jnp.clip(jnp.asarray(count, jnp.int32), 0, num_evictable(reuse, shares))
     pool, after = make_room(config, cache.pool, reuse, shares, count)
-    store = scrub_freed(config, cache.store, cache.pool.num_free, pool)
-    return dataclasses.replace(cache, pool=pool, store=store, reuse=after), count
+    cache = scrub_freed(config, cache, pool)
+    return dataclasses.replace(cache, pool=pool, reuse=after), count
 
 
 def _reuse(cache: PagedKVCache) -> PrefixReuse:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -47,14 +48,15 @@ Array = jax.Array
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "tables", "store", "status", "open_blocks", "reuse"],
+    data_fields=["pool", "tables", "store", "status", "open_blocks", "reuse", "draft_store"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedKVCache:
     """All state of the cache, a pytree.
 
-    `open_blocks` is None where the format has none, `reuse` unless prefixes are reused (see `admit`).
+    `open_blocks` is None where the format has none, `reuse` unless prefixes are reused (see `admit`), `draft_store`
+    unless a draft model keeps its K and V under the same block ids (see `draft_model`): every transition serves both.
     """
 
     pool: BlockPool
@@ -63,11 +65,17 @@ class PagedKVCache:
     status: Status
     open_blocks: OpenBlocks | None = None
     reuse: PrefixReuse | None = None
+    draft_store: Store | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all leaves."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def map_stores(self, change: Callable[[Store], Store]) -> PagedKVCache:
+        """Returns the cache with its store changed, and the draft model's where there is one."""
+        draft = None if self.draft_store is None else change(self.draft_store)
+        return dataclasses.replace(self, store=change(self.store), draft_store=draft)
 
 
 def init_cache(config: CacheConfig) -> PagedKVCache:
@@ -134,15 +142,14 @@ def reserve(
     width = -(-query_len // config.block_size) + 1  # a copy of the open block, then new blocks
     shortage = jnp.where(bits == 0, need - cache.pool.num_free, 0)
     pool, reuse = prefix_reuse.make_room(config, cache.pool, reuse, shares, shortage)
-    scrubbed = scrub_freed(config, cache.store, cache.pool.num_free, pool)
-    cache = dataclasses.replace(cache, store=scrubbed)
+    cache = scrub_freed(config, cache, pool)
     pool, ids = block_pool.take(pool, copies + num_new, width)
     reuse = prefix_reuse.begin(config, reuse, slot, ids)
     in_place = jnp.where(copies > 0, config.no_block, tail)
     reuse = prefix_reuse.forget(config, reuse, jnp.where(bits == 0, in_place, config.no_block))
     copy_to = jnp.where(copies > 0, ids[:, 0], config.no_block)
     pool = block_pool.drop(pool, jnp.where(copies > 0, tail, config.no_block))
-    store, open_blocks = copy_shared(config, cache, (slot, old_lens, asked), tail, copy_to)
+    cache = copy_shared(config, cache, (slot, old_lens, asked), tail, copy_to)
 
     column = (held - copies)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     row = jnp.where(ids < config.no_block, slot[:, None], config.no_seq)
@@ -156,17 +163,10 @@ def reserve(
         need_blocks=jnp.where(bits & StatusBit.OUT_OF_BLOCKS, need, cache.status.need_blocks),
     )
     open_ids = None
-    if open_blocks is not None:
-        open_ids = jnp.where(asked > 0, open_blocks.ids[slot], config.max_seqs)
+    if cache.open_blocks is not None:
+        open_ids = jnp.where(asked > 0, cache.open_blocks.ids[slot], config.max_seqs)
     view = _batch_view(config, tables, real, slot, asked, query_len, open_ids)
-    cache = PagedKVCache(
-        pool=pool,
-        tables=tables,
-        store=store,
-        status=status,
-        open_blocks=open_blocks,
-        reuse=reuse,
-    )
+    cache = dataclasses.replace(cache, pool=pool, tables=tables, status=status, reuse=reuse)
     return cache, view
 
 
@@ -291,17 +291,20 @@ def raise_for_status(cache: PagedKVCache) -> None:
     """Raises what the status says; a host function, it waits for the device.
 
     Raises:
-      CapacityError: a reserve needed more blocks than were free; carries `need` and `free`.
+      CapacityError: a reserve needed more blocks than were free or could be evicted; carries `need`, `free`, `cached`.
       TransitionError: a call named something that does not exist; carries the bits.
     """
     bits = StatusBit(int(cache.status.bits))
     if bits & StatusBit.OUT_OF_BLOCKS:
         need, free = int(cache.status.need_blocks), int(cache.pool.num_free)
+        cached = 0 if cache.reuse is None else int(cache.reuse.num_cached)
+        beside = "" if cache.reuse is None else f" and {cached} cached"
         raise CapacityError(
-            f"out of blocks: a reserve needs {need}, {free} of {cache.pool.num_blocks} are free. "
+            f"out of blocks: a reserve needs {need}, {free} of {cache.pool.num_blocks} are free{beside}. "
             "Nothing was changed.",
             need=need,
             free=free,
+            cached=cached,
         )
     if bits:
         raise TransitionError(bits)
@@ -399,9 +402,10 @@ def _after(
     REQUIRES: blocks were freed, none was taken.
     """
     status = dataclasses.replace(cache.status, bits=cache.status.bits | bits)
-    store = scrub_freed(config, cache.store, cache.pool.num_free, pool)
-    store = scrub_freed_open(config, store, cache.open_blocks, open_blocks)
-    return PagedKVCache(pool, tables, store, status, open_blocks, reuse)
+    cache = scrub_freed_open(config, scrub_freed(config, cache, pool), open_blocks)
+    return dataclasses.replace(
+        cache, pool=pool, tables=tables, status=status, open_blocks=open_blocks, reuse=reuse
+    )
 
 
 def _give_back(

@@ -9,6 +9,7 @@ Invariants: heavy modules are imported inside the commands, after `start_jax` ha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import sys
@@ -25,6 +26,7 @@ from jaxkv import cli_terminal
 from jaxkv.cli_options import (
     BlockSizeOption,
     DraftLenOption,
+    DraftModelOption,
     EarlyStop,
     EngineBlocksOption,
     JsonOption,
@@ -33,10 +35,12 @@ from jaxkv.cli_options import (
     MaxSeqsOption,
     ModelOption,
     NumBlocksOption,
+    PolicyOption,
     PrefillTokensOption,
     PromptArgument,
     SeedOption,
     SymmetricKeysOption,
+    TenantWeightsOption,
     ValueGroupOption,
     WeightsFormatOption,
     WideLayersOption,
@@ -271,11 +275,18 @@ def serve(
         typer.Option(help="Decode steps between two looks of the host; 1 streams token by token."),
     ] = 8,
     draft_len: DraftLenOption = 0,
+    draft_model: DraftModelOption = None,
+    policy: PolicyOption = "lru",
+    tenant_weights: TenantWeightsOption = None,
     max_queue: Annotated[
         int, typer.Option(help="Sequences that run or wait; more are answered 429.")
     ] = 256,
     max_n: Annotated[int, typer.Option(help="Samples of one prompt.")] = 16,
     max_body: Annotated[str, typer.Option(help="Size of a request, e.g. 4MiB.")] = "4MiB",
+    keep_alive: Annotated[
+        float,
+        typer.Option(help="Seconds without a token after which a stream gets a comment; 0: none."),
+    ] = 15.0,
     grace: Annotated[
         float, typer.Option(help="Seconds for running requests to finish at the end.")
     ] = 30.0,
@@ -285,7 +296,7 @@ def serve(
     It writes one line when it is ready. SIGINT and SIGTERM end it in good order.
     """
     cli_terminal.start_jax()
-    from jaxkv import cli_serve
+    from jaxkv import cli_engine, cli_serve
 
     cli_serve.check_packages()
     cli_serve.check_api_key(api_key)
@@ -295,8 +306,9 @@ def serve(
         max_body_bytes=cli_terminal.parse_bytes("max_body", max_body),
         max_n=max_n,
         max_queue=max_queue,
+        keep_alive_s=keep_alive or None,
     )
-    options = cli_serve.ServeOptions(
+    options = cli_engine.EngineOptions(
         max_seqs=max_seqs,
         max_len=max_len,
         kv_format=kv_format,
@@ -305,7 +317,13 @@ def serve(
         prefill_tokens=prefill_tokens,
         steps_per_dispatch=steps_per_dispatch,
         draft_len=draft_len,
+        has_draft=draft_model is not None,
+        policy=policy,
+        tenant_weights=cli_engine.parse_weights(tenant_weights),
     )
+    load_draft = None
+    if draft_model is not None:
+        load_draft = functools.partial(_load, draft_model, weights_format)
     with bind(host, port) as listener:
         cli_serve.run(
             lambda: _load(model, weights_format),
@@ -315,6 +333,7 @@ def serve(
             limits,
             api_key=api_key,
             grace_s=grace,
+            load_draft=load_draft,
         )
 
 
@@ -342,6 +361,9 @@ def bench(
         int, typer.Option(help="Decode steps between two looks of the host.")
     ] = 16,
     draft_len: DraftLenOption = 0,
+    draft_model: DraftModelOption = None,
+    policy: PolicyOption = "lru",
+    tenant_weights: TenantWeightsOption = None,
     plot: Annotated[
         Path | None, typer.Option(show_default=False, help="Draw the latencies into this file.")
     ] = None,
@@ -350,7 +372,7 @@ def bench(
     """Measure throughput and latency of continuous batching on a workload."""
     platform = cli_terminal.start_jax()
     from jaxkv import cli_bench
-    from jaxkv.cli_serve import ServeOptions
+    from jaxkv.cli_engine import EngineOptions, parse_weights
 
     workload = cli_bench.Workload(
         num_requests=requests,
@@ -361,7 +383,7 @@ def bench(
         dataset=dataset,
         seed=seed,
     )
-    options = ServeOptions(
+    options = EngineOptions(
         max_seqs=max_seqs,
         max_len=max_len,
         kv_format=kv_format,
@@ -370,8 +392,12 @@ def bench(
         prefill_tokens=prefill_tokens,
         steps_per_dispatch=steps_per_dispatch,
         draft_len=draft_len,
+        has_draft=draft_model is not None,
+        policy=policy,
+        tenant_weights=parse_weights(tenant_weights),
     )
-    report, stats = cli_bench.run(_load(model, weights_format), options, workload)
+    draft = None if draft_model is None else _load(draft_model, weights_format)
+    report, stats = cli_bench.run(_load(model, weights_format), options, workload, draft)
     if plot is not None:
         cli_bench.save_plot(report, plot)
     if as_json:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from jaxkv.cli_engine import EngineOptions, build_engine, cache_config, draft_of
 from jaxkv.cli_generate import Loaded
-from jaxkv.cli_serve import ServeOptions, build_engine, cache_config
 from jaxkv.cli_terminal import format_percent, spinner, stderr
-from jaxkv.engine import EngineStats
+from jaxkv.engine_stats import EngineStats
 from jaxkv.request import Request
 from jaxkv.workload import ServingReport, mixed_requests, serve_all
 
@@ -116,9 +116,9 @@ def read_dataset(path: Path, loaded: Loaded, workload: Workload, max_len: int) -
 
 
 def run(
-    loaded: Loaded, options: ServeOptions, workload: Workload
+    loaded: Loaded, options: EngineOptions, workload: Workload, draft: Loaded | None = None
 ) -> tuple[ServingReport, EngineStats]:
-    """Serves the workload on an engine whose programs are compiled before.
+    """Serves the workload on an engine whose programs are compiled before; `draft` drafts for it.
 
     Raises:
       ValueError: sizes that do not fit the model.
@@ -141,7 +141,8 @@ def run(
             shared_prefix=workload.shared_prefix,
             seed=workload.seed,
         )
-    engine = build_engine(loaded, config, options)
+    drafts = None if draft is None else draft_of(draft, loaded, config, max_len)
+    engine = build_engine(loaded, config, options, drafts)
     with spinner(f"serving {len(requests)} requests"):
         report = serve_all(engine, requests, workload.arrivals_s())
     return report, engine.stats
@@ -158,6 +159,7 @@ def figures(report: ServingReport, stats: EngineStats) -> dict[str, Any]:
         "num_preemptions": stats.num_preemptions,
         "num_drafted": stats.num_drafted,
         "num_accepted": stats.num_accepted,
+        "acceptance": stats.acceptance,
         "dispatches": stats.dispatches,
         "compile_s": stats.compile_s,
         "host_share": report.host_share,
@@ -178,6 +180,9 @@ def table(report: ServingReport, stats: EngineStats) -> Table:
         "preemptions": f"{stats.num_preemptions:,}",
         "host's share of the time": format_percent(report.host_share),
     }
+    if stats.num_drafted:
+        share = format_percent(stats.acceptance)
+        rows["drafts accepted"] = f"{stats.num_accepted:,} of {stats.num_drafted:,}, {share}"
     out.add_section()
     for words, value in rows.items():
         out.add_row(words, value)

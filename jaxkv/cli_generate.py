@@ -293,8 +293,12 @@ def cache_config(
     return config
 
 
-def check_memory(config: CacheConfig) -> None:
+def check_memory(config: CacheConfig, *others: CacheConfig) -> None:
     """Refuses a pool beyond the machine's memory; a CPU would start to fill it and be killed.
+
+    Args:
+      config: the pool.
+      others: of further models that keep K and V under the same block ids.
 
     Raises:
       ValueError: the pool is larger.
@@ -302,10 +306,11 @@ def check_memory(config: CacheConfig) -> None:
     if jax.default_backend() != "cpu" or not hasattr(os, "sysconf"):
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if config.layout.nbytes > memory:
+    nbytes = sum(each.layout.nbytes for each in (config, *others))
+    if nbytes > memory:
         raise ValueError(
             f"num_blocks: expected a pool within the {format_bytes(memory)} of this machine, "
-            f"got {config.num_blocks} blocks, {format_bytes(config.layout.nbytes)}"
+            f"got {config.num_blocks} blocks, {format_bytes(nbytes)}"
         )
 
 

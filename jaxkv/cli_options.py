@@ -83,5 +83,29 @@ EngineBlocksOption = Annotated[
 ]
 PrefillTokensOption = Annotated[int, typer.Option(help="Prompt tokens of one prefill call.")]
 DraftLenOption = Annotated[
-    int, typer.Option(help="Tokens guessed ahead in each step, from the text so far; 0: none.")
+    int,
+    typer.Option(
+        help="Tokens guessed ahead in each step, by --draft-model, else from the text so far; 0: none."
+    ),
+]
+DraftModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model", metavar="MODEL", show_default=False,
+        help="A smaller model of the same vocabulary that guesses ahead; see --draft-len.",
+    ),
+]  # fmt: skip
+PolicyOption = Annotated[
+    str,
+    typer.Option(
+        "--policy", metavar="POLICY",
+        help="Which cached block goes first: lru, lfu, aged-lfu, cost-aware; fair with --tenant-weights.",
+    ),
+]  # fmt: skip
+TenantWeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        show_default=False,
+        help="For --policy fair: shares of the pool of tenant 0, 1, ..., such as 3,1.",
+    ),
 ]

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 
 from jaxkv.config import CacheConfig
 from jaxkv.kv_store import Store, copy_pairs
-from jaxkv.open_block import OpenBlocks, write_open_blocks, writers_that_copy
+from jaxkv.open_block import write_open_blocks, writers_that_copy
 from pallas_kernels.layout import KVLayout, KVStore
+from pallas_kernels.sealed import QuantisedStore
 
 if TYPE_CHECKING:
     from jaxkv.cache import PagedKVCache
@@ -53,7 +54,7 @@ def copy_shared(
     rows: tuple[Array, Array, Array],
     tail: Array,
     copy_to: Array,
-) -> tuple[Store, OpenBlocks | None]:
+) -> PagedKVCache:
     """Copies the bytes of shared open blocks to where their writers go on.
 
     Args:
@@ -63,17 +64,18 @@ def copy_shared(
       tail, copy_to: i32[row] ids of the pool's blocks; NO_BLOCK in `copy_to` where nothing is copied.
 
     Returns:
-      The store, and the open blocks (None if the format has none).
+      The cache with its bytes and its open blocks changed.
     """
-    store = cache.store
-    if isinstance(store, KVStore) or cache.open_blocks is None:
-        return copy_pairs(cast(KVStore, store), tail, copy_to), None
+    if cache.open_blocks is None:
+        return cache.map_stores(lambda store: copy_pairs(cast(KVStore, store), tail, copy_to))
     open_blocks, src, dst = write_open_blocks(config, cache.open_blocks, *rows)
-    wide = None if store.wide is None else copy_pairs(store.wide, tail, copy_to)
-    return (
-        dataclasses.replace(store, open=copy_pairs(store.open, src, dst), wide=wide),
-        open_blocks,
-    )
+
+    def copied(store: Store) -> Store:
+        store = cast(QuantisedStore, store)
+        wide = None if store.wide is None else copy_pairs(store.wide, tail, copy_to)
+        return dataclasses.replace(store, open=copy_pairs(store.open, src, dst), wide=wide)
+
+    return dataclasses.replace(cache.map_stores(copied), open_blocks=open_blocks)
 
 
 def count_copies(

@@ -18,7 +18,15 @@ import numpy as np
 
 from jaxkv import engine_loop
 from jaxkv.config import CacheConfig
-from jaxkv.engine_loop import EngineState, Placement, Report
+from jaxkv.draft_model import DraftModel, Models
+from jaxkv.engine_state import (
+    NO_TOKEN,
+    EngineState,
+    Placement,
+    Report,
+    init_engine_state,
+    place,
+)
 from jaxkv.eviction import Policy
 from jaxkv.model import DecoderModel
 from jaxkv.namespace import NUM_WORDS
@@ -85,6 +93,7 @@ class Programs:
     """Compiles and calls the programs, and keeps the state they pass on.
 
     Attributes:
+      models: whose weights the programs take.
       state: on the device.
       num_compiles, num_dispatches: so far.
       compile_s, device_s: seconds in compiles, and in calls until their report was there.
@@ -96,18 +105,20 @@ class Programs:
         config: CacheConfig,
         policy: Policy,
         shapes: ProgramShapes,
+        draft: DraftModel | None = None,
         compiler_options: dict[str, Any] | None = None,
     ) -> None:
-        self.model, self.config, self.shapes = model, config, shapes
+        self.models = Models(model, None if draft is None else draft.model)
+        self.config, self.shapes = config, shapes
         self._options = compiler_options
-        self.state = engine_loop.init_engine_state(config, policy, shapes.max_stop_ids)
+        self.state = init_engine_state(config, policy, shapes.max_stop_ids, draft)
         self.num_compiles = self.num_dispatches = 0
         self.compile_s = self.device_s = 0.0
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def place(self, new: Placement) -> None:
-        """Runs `engine_loop.place`."""
-        self._dispatch(("place",), engine_loop.place, new)
+        """Runs `engine_state.place`."""
+        self._dispatch(("place",), place, new)
 
     def feed(self, slots: Sequence[int], rows: int, chunk: int) -> Report:
         """Runs `engine_loop.feed` on the slots, padded to `rows`."""
@@ -162,7 +173,7 @@ class Programs:
 
     def _dispatch(self, key: tuple[Any, ...], step: Callable[..., Any], *args: Any) -> Any:
         takes_model = key[0] in ("feed", "decode")
-        leading: tuple[Any, ...] = (self.model, self.state) if takes_model else (self.state,)
+        leading: tuple[Any, ...] = (self.models, self.state) if takes_model else (self.state,)
         if key not in self._compiled:
             begin = time.perf_counter()
             jitted = jax.jit(step, donate_argnums=len(leading) - 1)
@@ -195,7 +206,7 @@ def placement(
     """Returns a `Placement` of NumPy arrays; `others` are its remaining fields, as numbers or arrays."""
     padded = np.zeros(config.max_seq_len, np.int32)
     padded[: len(tokens)] = tokens
-    stops = np.full(shapes.max_stop_ids, engine_loop.NO_TOKEN, np.int32)
+    stops = np.full(shapes.max_stop_ids, NO_TOKEN, np.int32)
     stops[: len(stop_ids)] = stop_ids
     floats, words = ("temperature", "top_p", "min_p"), ("seed", "sample_index")
     fields = {"slot": slot, "tokens": padded, "num_tokens": len(tokens), "num_prompt": num_prompt}

@@ -66,13 +66,13 @@ def check_invariants(config: CacheConfig, cache: PagedKVCache) -> None:
 
 def _not_scrubbed(cache: PagedKVCache) -> list[str]:
     """Returns which free blocks hold something."""
-    pools: list[tuple[str, BlockPool, Any]] = [("block", cache.pool, cache.store)]
-    if cache.open_blocks is not None and isinstance(cache.store, QuantisedStore):
-        store = cache.store
-        pools = [
-            ("block", cache.pool, (store.sealed, store.wide)),
-            ("open block", cache.open_blocks.pool, store.open),
-        ]
+    pools: list[tuple[str, BlockPool, Any]] = []
+    for store in (cache.store, cache.draft_store):
+        if cache.open_blocks is not None and isinstance(store, QuantisedStore):
+            pools.append(("block", cache.pool, (store.sealed, store.wide)))
+            pools.append(("open block", cache.open_blocks.pool, store.open))
+        else:
+            pools.append(("block", cache.pool, store))
     broken = []
     for name, pool, part in pools:
         arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(part)]

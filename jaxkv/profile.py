@@ -105,9 +105,9 @@ def memory_profile(
         raise ValueError(
             f"peak_blocks: expected {used} (in use) to {layout.num_blocks} (the pool), got {peak}"
         )
-    kv_total, open_bytes = arrays_bytes(cache.store), 0
-    if isinstance(cache.store, QuantisedStore):
-        open_bytes = arrays_bytes(cache.store.open)
+    stores = [store for store in (cache.store, cache.draft_store) if store is not None]
+    kv_total = arrays_bytes(stores)
+    open_bytes = arrays_bytes([s.open for s in stores if isinstance(s, QuantisedStore)])
     block_bytes = (kv_total - open_bytes) // layout.num_blocks
     held = int(np.sum(-(-kv_lens // layout.block_size)))
     platform = platform or next(iter(jax.tree.leaves(cache.store)[0].devices())).platform
@@ -127,7 +127,7 @@ def memory_profile(
         kv_peak_bytes=peak * block_bytes,
         shared_saved_bytes=max(0, held - used) * block_bytes,
         bookkeeping_bytes=arrays_bytes(cache) - kv_total,
-        kv_padded_bytes=padded_bytes(cache.store) if platform == "tpu" else None,
+        kv_padded_bytes=sum(map(padded_bytes, stores)) if platform == "tpu" else None,
         utilisation=used / layout.num_blocks,
         peak_utilisation=peak / layout.num_blocks,
         fragmentation=ledger.fragmentation(tables, kv_lens, layout.block_size),

@@ -52,12 +52,13 @@ _EXPLANATIONS = {
 
 
 class CapacityError(RuntimeError):
-    """The cache has no room; `need` and `free` count blocks (or slots, as the message says)."""
+    """The cache has no room; `need`, `free` and `cached` count blocks (`need` and `free` slots, if the message says so)."""
 
-    def __init__(self, message: str, need: int, free: int) -> None:
+    def __init__(self, message: str, need: int, free: int, cached: int = 0) -> None:
         super().__init__(message)
         self.need = need
         self.free = free
+        self.cached = cached
 
 
 class TransitionError(ValueError):

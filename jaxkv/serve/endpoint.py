@@ -76,8 +76,14 @@ class Generate:
         service = self._service
         clock = service.metrics.clock()
         answer = self._answer(service.served, job)
-        async with Run(service.engine, job.requests) as run:
-            async for prompt_index, event in run:
+        patience_s = service.limits.keep_alive_s if job.stream else None
+        async with Run(service.engine, job.requests, patience_s) as run:
+            async for news in run:
+                if news is None:
+                    await sender.open(answer.first_chunks())
+                    await sender.keep_alive()
+                    continue
+                prompt_index, event = news
                 clock.take(prompt_index, event)
                 piece = answer.take(prompt_index, event)
                 if job.stream:

@@ -33,6 +33,7 @@ _COUNTERS = {
     "num_preemptions": ("preemptions", "Sequences that gave up their blocks to others."),
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
     "found_tokens": ("found_tokens", "Tokens of prompts that were found in the cache."),
+    "resumed_tokens": ("resumed_tokens", "Tokens found again when preempted sequences went on."),
     "new_tokens": ("new_tokens", "Generated tokens."),
     "num_drafted": ("drafted_tokens", "Tokens that were guessed ahead."),
     "num_accepted": ("accepted_tokens", "Guessed tokens that were right."),

@@ -23,6 +23,8 @@ class Limits:
       max_queue: sequences that run or wait, of all callers; more are answered 429.
       body_timeout_s: for a caller to send its body.
       write_timeout_s: for a caller to read what was sent, before it counts as gone.
+      keep_alive_s: without a token, after which a stream gets a comment that keeps proxies and clients from giving up;
+        None: no comments.
 
     Raises:
       ValueError: a limit below 1, or no number.
@@ -36,11 +38,12 @@ class Limits:
     max_queue: int = 256
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
+    keep_alive_s: float | None = 15.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is None and field.name == "max_prompt_len":
+            if value is None and field.name in ("max_prompt_len", "keep_alive_s"):
                 continue
             whole = not field.name.endswith("_s")
             right = (

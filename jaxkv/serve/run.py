@@ -35,13 +35,22 @@ class Gone(Exception):
 class Run:
     """The events of several requests, in the order in which they come.
 
-    Use it as a context; iterating gives (index of the request, event) until all have ended.
+    Use it as a context; iterating gives (index of the request, event) until all have ended, and None whenever nothing has
+    come for `patience_s`.
+
+    Args:
+      engine: generates.
+      requests: to follow.
+      patience_s: None: without end.
 
     Raises:
       APIError: while iterating: the engine did not take a request, or could not finish it.
     """
 
-    def __init__(self, engine: AsyncEngine, requests: Sequence[Request]):
+    def __init__(
+        self, engine: AsyncEngine, requests: Sequence[Request], patience_s: float | None = None
+    ):
+        self._patience_s = patience_s
         self._engine = engine
         self._requests = requests
         self._queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue()
@@ -64,9 +73,15 @@ class Run:
     def __aiter__(self) -> Run:
         return self
 
-    async def __anext__(self) -> tuple[int, Event]:
+    async def __anext__(self) -> tuple[int, Event] | None:
         while self._running:
-            index, item = await self._queue.get()
+            try:
+                async with asyncio.timeout(
+                    self._patience_s
+                ):  # what comes at that moment stays queued
+                    index, item = await self._queue.get()
+            except TimeoutError:
+                return None
             if isinstance(item, Exception):
                 raise item
             if item is not None:

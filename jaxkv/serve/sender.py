@@ -1,7 +1,7 @@
 """Sending an answer over ASGI: one JSON object, or server-sent events.
 
-Invariants: nothing is sent before there is something to say, so that a refusal still has its own status; a client that
-does not read is given up after a while.
+Invariants: nothing is sent before there is something to say or a client has waited long, so that a refusal still has its
+own status; a client that does not read is given up after a while.
 """
 
 from __future__ import annotations
@@ -69,6 +69,14 @@ class Sender:
           Gone: the client does not read.
         """
         await self._put(b"data: " + to_json(value) + b"\n\n", more=True)
+
+    async def keep_alive(self) -> None:
+        """Sends a comment within an open stream, which clients skip.
+
+        Raises:
+          Gone: the client does not read.
+        """
+        await self._put(b": keep-alive\n\n", more=True)
 
     async def done(self) -> None:
         """Ends a stream that went well."""

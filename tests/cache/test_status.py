@@ -22,6 +22,7 @@ from jaxkv import (
     release,
     reserve,
     truncate,
+    with_prefix_reuse,
 )
 from jaxkv.status import Status
 
@@ -58,7 +59,15 @@ def test_raise_for_status_out_of_blocks_says_need_and_free() -> None:
     cache, _ = _reserve(cache, jnp.array([2, 5, 5]), jnp.array([13, 0, 0]), 16)
     with pytest.raises(CapacityError, match="a reserve needs 4, 3 of 11 are free") as error:
         raise_for_status(cache)
-    assert (error.value.need, error.value.free) == (4, 3)
+    assert (error.value.need, error.value.free, error.value.cached) == (4, 3, 0)
+    reuse = with_prefix_reuse(SMALL, cache).reuse
+    assert reuse is not None
+    sizes = reuse.tree.sizes + 2  # as if two blocks were findable
+    reuse = dataclasses.replace(reuse, tree=dataclasses.replace(reuse.tree, sizes=sizes))
+    words = "needs 4, 3 of 11 are free and 2 cached. Nothing"
+    with pytest.raises(CapacityError, match=words) as error:
+        raise_for_status(dataclasses.replace(cache, reuse=reuse))
+    assert error.value.cached == 2
 
 
 def test_raise_for_status_fork_from_empty_slot_explains() -> None:

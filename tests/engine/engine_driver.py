@@ -9,7 +9,8 @@ import numpy as np
 from fake_model import fake_model
 
 from jaxkv import CacheConfig, check_invariants
-from jaxkv.engine import Engine, EngineStats
+from jaxkv.engine import Engine
+from jaxkv.engine_stats import EngineStats
 from jaxkv.generate import Generator
 from jaxkv.request import Event, FinishReason, Handle, Output, Request
 from jaxkv.sampling import SamplingParams

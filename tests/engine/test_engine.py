@@ -22,6 +22,7 @@ from engine_driver import (
 from fake_model import dense_greedy, dense_logits
 
 from jaxkv import CapacityError, check_invariants
+from jaxkv.draft_model import Models
 from jaxkv.engine import Engine
 from jaxkv.eviction import fair, lru
 from jaxkv.namespace import Namespace
@@ -146,7 +147,7 @@ def test_logits_that_are_not_finite_end_their_request_only(
 ) -> None:
     """Field case J: the row stops with an error, and what it computed is never found by another."""
     programs = engine._programs
-    programs.model = dataclasses.replace(MODEL, embed=MODEL.embed.at[30].set(np.nan))
+    programs.models = Models(dataclasses.replace(MODEL, embed=MODEL.embed.at[30].set(np.nan)))
     try:
         rng = np.random.default_rng(5)
         good = [
@@ -158,7 +159,7 @@ def test_logits_that_are_not_finite_end_their_request_only(
         assert bad.outputs[0].finish_reason is FinishReason.ERROR
         assert isinstance(bad.outputs[0].error, FloatingPointError)
     finally:
-        programs.model = MODEL
+        programs.models = Models(MODEL)
     again = engine.submit(Request([30] * 9, max_tokens=4))
     engine.run_until_idle()
     assert again.num_found == 0

@@ -16,10 +16,10 @@ from typing import Any
 from jaxkv.request import Event, FinishReason, Handle, Output, Request
 from jaxkv.status import CapacityError
 
-HOLD, CRASH, CRASH_LATER, FAIL, TOO_LARGE, REFUSE, SLOW, BULKY = range(1001, 1009)
+HOLD, CRASH, CRASH_LATER, FAIL, TOO_LARGE, REFUSE, SLOW, BULKY, LATE = range(1001, 1010)
 COUNTERS = (
-    "num_submitted", "num_finished", "num_preemptions", "prompt_tokens", "found_tokens", "new_tokens", "dispatches",
-    "num_drafted", "num_accepted", "num_waiting", "num_running", "num_cached", "num_live",
+    "num_submitted", "num_finished", "num_preemptions", "prompt_tokens", "found_tokens", "resumed_tokens", "new_tokens",
+    "dispatches",    "num_drafted", "num_accepted", "num_waiting", "num_running", "num_cached", "num_live",
 )  # fmt: skip
 
 
@@ -68,6 +68,8 @@ class ScriptedEngine:
 
     async def _events(self, handle: Handle, command: int) -> AsyncIterator[Event]:
         request = handle.request
+        if command == LATE:
+            await asyncio.sleep(0.2)
         for sample in range(request.num_samples):
             tokens = list(itertools.islice(itertools.cycle(request.prompt), request.max_tokens))
             for start in range(0, len(tokens), 2):

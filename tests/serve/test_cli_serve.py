@@ -14,8 +14,9 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from jaxkv import cli, cli_serve
-from jaxkv.cli_serve import ServeOptions
+import models.tiny
+from jaxkv import cli, cli_engine, cli_serve
+from jaxkv.cli_engine import EngineOptions
 from jaxkv.serve import bind
 
 MODEL = SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=8, max_position_embeddings=100)
@@ -35,6 +36,24 @@ def test_serve_refuses_bad_options_before_loading(monkeypatch: pytest.MonkeyPatc
             (["--max-queue", "0"], "max_queue: expected an integer of at least 1, got 0"),
             (["--max-body", "many"], "max_body: expected a size"),
             (["--name", ""], "name: expected one that is not empty"),
+            (["--draft-model", "a"], "draft_len: expected at least 1 with a draft model, got 0"),
+            (
+                ["--policy", "fifo"],
+                "policy: expected one of lru, lfu, aged-lfu, cost-aware, fair, got 'fifo'",
+            ),
+            (
+                ["--policy", "fair"],
+                "tenant_weights: expected some with policy fair and none without, got none",
+            ),
+            (
+                ["--tenant-weights", "3,1"],
+                "tenant_weights: expected some with policy fair and none without, got 3,1",
+            ),
+            (
+                ["--policy", "fair", "--tenant-weights", "3,x"],
+                "positive integers such as 3,1, got '3,x'",
+            ),
+            (["--keep-alive", "-1"], "keep_alive_s: expected a number above 0, got -1.0"),
         ]
         for args, part in cases:
             result = CliRunner().invoke(cli.app, ["serve", "--port", "0", *args])
@@ -53,14 +72,48 @@ def test_serve_without_the_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_cache_config_holds_all_sequences_unless_told_otherwise() -> None:
-    config, max_len = cli_serve.cache_config(LOADED, ServeOptions(max_seqs=3))
+    config, max_len = cli_engine.cache_config(LOADED, EngineOptions(max_seqs=3))
     assert (max_len, config.max_blocks_per_seq, config.num_blocks) == (100, 7, 21)
-    config, max_len = cli_serve.cache_config(
-        LOADED, ServeOptions(max_len=33, kv_format="int8", num_blocks=5)
+    config, max_len = cli_engine.cache_config(
+        LOADED, EngineOptions(max_len=33, kv_format="int8", num_blocks=5)
     )
     assert (max_len, config.block_size, config.num_blocks, config.format) == (33, 64, 5, "int8")
     with pytest.raises(ValueError, match="max_len: expected at most the model's 100 positions"):
-        cli_serve.cache_config(LOADED, ServeOptions(max_len=101))
+        cli_engine.cache_config(LOADED, EngineOptions(max_len=101))
+
+
+def test_options_name_the_policy() -> None:
+    def policy(**fields: Any) -> Any:
+        return EngineOptions(**fields).eviction(16)
+
+    weights = cli_engine.parse_weights("3,1")
+    assert policy(policy="fair", tenant_weights=weights).weights == (3, 1)
+    assert policy(policy="cost-aware").full_cost == 16
+    kinds = [type(policy(policy=name)).__name__ for name in ("lru", "lfu", "aged-lfu")]
+    assert kinds == ["Lru", "Lfu", "AgedLfu"]
+
+
+def test_draft_of_takes_a_model_with_the_same_tokens_and_context() -> None:
+    def loaded(context: int, letter: str) -> Any:
+        sizes = SimpleNamespace(
+            **vars(MODEL) | {"max_position_embeddings": context, "vocab_size": 100}
+        )
+        tokenizer = SimpleNamespace(decode=lambda ids: letter * (ids[0] > 50))
+        return SimpleNamespace(model=None, config=sizes, tokenizer=tokenizer)
+
+    target = loaded(100, "a")
+    config, max_len = cli_engine.cache_config(target, EngineOptions(max_len=64))
+    draft = cli_engine.draft_of(loaded(64, "a"), target, config, max_len)
+    assert (draft.num_layers, draft.num_kv_heads, draft.head_dim) == (2, 2, 8)
+    for other, words in (
+        (loaded(63, "a"), "draft_model: expected a context of at least 64 positions, got 63"),
+        (
+            loaded(64, "b"),
+            "draft_model: expected the tokens of the model, whose 52 is 'a', got 'b'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cli_engine.draft_of(other, target, config, max_len)
 
 
 def test_model_name_is_the_folder_the_file_or_the_hub_id(tmp_path: Any) -> None:
@@ -76,7 +129,8 @@ def test_model_name_is_the_folder_the_file_or_the_hub_id(tmp_path: Any) -> None:
 def test_serve_answers_until_the_signal_and_ends_with_0() -> None:
     command = [
         sys.executable, "-c", "from jaxkv.cli import main; main()", "serve", "--port", "0", "--max-seqs", "1",
-        "--max-len", "64", "--prefill-tokens", "16", "--steps-per-dispatch", "4",
+        "--max-len", "64", "--prefill-tokens", "16", "--steps-per-dispatch", "4", "--draft-len", "2",
+        "--draft-model", str(models.tiny.path()), "--policy", "fair", "--tenant-weights", "3,1",
     ]  # fmt: skip
     environment = {**os.environ, "JAXKV_API_KEY": "secret", "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
@@ -92,6 +146,17 @@ def test_serve_answers_until_the_signal_and_ends_with_0() -> None:
             assert client.post(f"{url}/completions", json=body).status_code == 401
             answer = client.post(f"{url}/completions", json=body, headers=headers)
             assert answer.json()["usage"]["completion_tokens"] == 3
+            body |= {"tenant": 2}
+            refused = client.post(f"{url}/completions", json=body, headers=headers)
+            assert refused.json()["error"]["message"] == "tenant: expected one in [0, 2), got 2"
+            text = client.get(url.replace("/v1", "/metrics")).text
+        counts = [
+            re.findall(rf"^jaxkv_{kind}_tokens_total (\S+)", text, re.MULTILINE)
+            for kind in ("drafted", "accepted")
+        ]
+        assert (
+            counts[0] == counts[1] == [str(float(counts[0][0]))] != ["0.0"]
+        )  # it drafts for itself
         process.send_signal(signal.SIGTERM)
         rest, errors = process.communicate(timeout=30)
         assert (process.returncode, rest, errors) == (0, "", "")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
-from scripted_engine import BULKY, HOLD, SLOW, ScriptedEngine
+from scripted_engine import BULKY, HOLD, LATE, SLOW, ScriptedEngine
 from serving import Running, running
 
 from jaxkv.serve import Limits, bind
@@ -68,6 +70,41 @@ def test_full_queue_is_429_until_there_is_room(scripted: Running) -> None:
         answer.close()
     wait_for(lambda: stats.num_live == 0)
     assert scripted.complete(n=3).status_code == 200
+
+
+def test_stream_that_waits_gets_comments_and_says_the_same(
+    scripted: Running, tokenizer: Tokenizer
+) -> None:
+    """The first comes before any token; an answer that is no stream, and a stream that flows, get none."""
+    fields: dict[str, Any] = {"prompt": [LATE, 5, 6], "max_tokens": 6, "stream": True}
+    fields["stream_options"] = {"include_usage": True}
+
+    def told(parts: list[str]) -> list[object]:
+        chunks = [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
+        return [(chunk["choices"], chunk["usage"]) for chunk in chunks]
+
+    plain = scripted.complete(**fields).text.strip().split("\n\n")
+    with running(ScriptedEngine(tokenizer), limits=Limits(keep_alive_s=0.03)) as server:
+        parts = server.complete(**fields).text.strip().split("\n\n")
+        assert server.complete(prompt=[LATE], max_tokens=3).json()["usage"]["total_tokens"] == 4
+        assert ":" not in [part[0] for part in server.complete(stream=True).text.split()]
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+        with server.client.stream("POST", "/v1/chat/completions", json=chat) as answer:
+            assert answer.read().endswith(b"data: [DONE]\n\n")
+        held = {"model": "tiny", "prompt": [HOLD, 5], "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=held) as answer:
+            lines = [line for line, _ in zip(answer.iter_lines(), range(8), strict=False) if line]
+            assert lines[0].startswith("data: {")
+            assert lines[1:] == [": keep-alive"] * 3
+        wait_for(lambda: server.engine.stats.num_live == 0)
+    comments = [part for part in parts if part.startswith(":")]
+    assert parts[0] == ": keep-alive"
+    assert set(comments) == {": keep-alive"}
+    assert 2 <= len(comments) <= 6
+    assert told([part for part in parts if part not in comments]) == told(plain)
+    usage = {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert told(plain)[-1] == ([], usage | {"prompt_tokens_details": {"cached_tokens": 1}})
+    assert (parts[-1], plain[-1]) == ("data: [DONE]", "data: [DONE]")
 
 
 def test_stream_nobody_reads_is_given_up(tokenizer: Tokenizer) -> None:

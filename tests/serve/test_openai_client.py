@@ -42,7 +42,11 @@ def client(real: Running) -> Iterator[openai.OpenAI]:
 def complete(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
     """Asks for a completion, greedy by default."""
     fields = {"temperature": 0, "max_tokens": 12} | fields
-    extra = {name: fields.pop(name) for name in ("ignore_eos", "priority") if name in fields}
+    extra = {
+        name: fields.pop(name)
+        for name in ("ignore_eos", "priority", "cache_salt")
+        if name in fields
+    }
     return client.completions.create(model="tiny", prompt=prompt, extra_body=extra, **fields)
 
 
@@ -244,8 +248,13 @@ def test_fifty_clients_at_once_get_what_each_gets_alone(
                 expected.logprobs.token_logprobs, abs=1e-3
             )
             assert len(choice.logprobs.tokens) == 70
-        assert answer.usage.prompt_tokens_details.cached_tokens <= answer.usage.prompt_tokens
+        assert answer.usage.prompt_tokens_details.cached_tokens < answer.usage.prompt_tokens
     assert len(answers[0].choices) == 3
+    text = httpx.get(f"{real.url}/metrics", trust_env=False).text
+    assert (
+        real.engine.engine.stats.resumed_tokens > 0
+    )  # found again by sequences that went on, and no hits
+    assert float(re.findall(r"^jaxkv_hit_rate (\S+)$", text, re.MULTILINE)[0]) < 1
     wait_until_free(real)
 
 
@@ -257,6 +266,20 @@ def test_request_larger_than_the_pool_fails_and_a_small_one_completes(
         complete(client, [5] * 8, max_tokens=200)
     assert caught.value.code == "capacity_exceeded"
     assert complete(client, [5] * 8, max_tokens=4).usage.completion_tokens == 4
+    wait_until_free(real)
+
+
+def test_prompt_shorter_than_what_is_cached_of_it_computes_its_last_block(
+    real: Running, client: openai.OpenAI
+) -> None:
+    """P6: 96 tokens are cached, the prompt has 64 of them: 56 are found, 8 computed, never 64 - 96."""
+    ids = [7 + 3 * i % 50 for i in range(80)]
+    complete(client, ids, max_tokens=24, ignore_eos=True)
+    found, fresh = complete(client, ids[:64]), complete(client, ids[:64], cache_salt="another")
+    usages = [answer.usage for answer in (found, fresh)]
+    assert [usage.prompt_tokens for usage in usages] == [64, 64]
+    assert [usage.prompt_tokens_details.cached_tokens for usage in usages] == [56, 0]
+    assert found.choices[0].text == fresh.choices[0].text
     wait_until_free(real)
 
 

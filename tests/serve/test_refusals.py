@@ -241,6 +241,11 @@ def test_server_with_a_key_answers_401_without_it(tokenizer: Tokenizer) -> None:
                 check_error(answer, 401, "invalid_api_key", "Authorization")
                 assert answer.json()["error"]["type"] == "authentication_error"
         assert server.client.get("/health").status_code == 200
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n"
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(head)  # the body never comes, and nobody waits for it
+            assert b" 401 " in connection.recv(4096).splitlines()[0]
         good = {b"Authorization": b"Bearer k\xc3\xa9y"}
         assert server.client.get("/v1/models", headers=good).json()["data"][0]["id"] == "tiny"
 
