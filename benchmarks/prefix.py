@@ -21,10 +21,10 @@ import numpy as np
 import shared_prompt
 
 from jaxkv import CacheConfig, PagedKVCache, check_invariants, init_cache, release
-from jaxkv.admit import admit, register, with_prefix_reuse
 from jaxkv.eviction import Policy, cost_aware, fair, lru
 from jaxkv.namespace import Namespace
 from jaxkv.prefix import match
+from jaxkv.sharing import admit, register, with_prefix_reuse
 
 ROWS = 16
 BLOCK = 4

@@ -19,8 +19,8 @@ import numpy as np
 from cpu_decode import model_path
 
 from jaxkv import CacheConfig, PagedKVCache, init_cache, raise_for_status
-from jaxkv.admit import admit, register, with_prefix_reuse
 from jaxkv.namespace import Namespace
+from jaxkv.sharing import admit, register, with_prefix_reuse
 from models.qwen import load
 from pallas_kernels.layout import BatchView
 

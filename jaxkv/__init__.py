@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxkv.admit import evict, register, with_prefix_reuse
     from jaxkv.async_engine import AsyncEngine
     from jaxkv.beam import BeamResult, Hypothesis, beam_search
     from jaxkv.block_pool import BlockPool
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from jaxkv.request import Event, FinishReason, Handle, Output, Request
     from jaxkv.reuse import PrefixReuse
     from jaxkv.sampling import SamplingParams
+    from jaxkv.sharing import admit, advance, evict, register, with_prefix_reuse
     from jaxkv.snapshot import PoolSnapshot, pool_snapshot
     from jaxkv.speculate import max_draft_lens
     from jaxkv.status import CapacityError, Status, StatusBit, TransitionError
@@ -74,6 +74,8 @@ __all__ = [
     "Status",
     "StatusBit",
     "TransitionError",
+    "admit",
+    "advance",
     "aged_lfu",
     "beam_search",
     "check_invariants",
@@ -97,9 +99,8 @@ __all__ = [
     "with_prefix_reuse",
 ]
 
-# `admit` itself stays in its module of the same name: from jaxkv.admit import admit.
+# `admit` itself stays in its module of the same name: from jaxkv.sharing import admit.
 _MODULES = {
-    "jaxkv.admit": ("evict", "register", "with_prefix_reuse"),
     "jaxkv.async_engine": ("AsyncEngine",),
     "jaxkv.beam": ("BeamResult", "Hypothesis", "beam_search"),
     "jaxkv.block_pool": ("BlockPool",),
@@ -120,6 +121,7 @@ _MODULES = {
     "jaxkv.request": ("Event", "FinishReason", "Handle", "Output", "Request"),
     "jaxkv.reuse": ("PrefixReuse",),
     "jaxkv.sampling": ("SamplingParams",),
+    "jaxkv.sharing": ("admit", "advance", "evict", "register", "with_prefix_reuse"),
     "jaxkv.snapshot": ("PoolSnapshot", "pool_snapshot"),
     "jaxkv.speculate": ("max_draft_lens",),
     "jaxkv.status": ("CapacityError", "Status", "StatusBit", "TransitionError"),

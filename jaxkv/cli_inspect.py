@@ -22,13 +22,13 @@ import numpy as np
 from rich.console import Console
 
 from jaxkv import ledger, picture
-from jaxkv.admit import admit, register, with_prefix_reuse
 from jaxkv.cache import PagedKVCache, init_cache, raise_for_status, release, reserve
 from jaxkv.cli_generate import Loaded
 from jaxkv.cli_terminal import spinner
 from jaxkv.config import CacheConfig
 from jaxkv.format_bytes import default_block_size
 from jaxkv.namespace import Namespace
+from jaxkv.sharing import admit, register, with_prefix_reuse
 from jaxkv.snapshot import PoolSnapshot, pool_snapshot
 
 _STORY = "Once upon a time, in a small house by the river, there lived "

@@ -24,12 +24,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxkv.admit import advance, register
 from jaxkv.cache import PagedKVCache, clear_status, release, reserve
 from jaxkv.config import CacheConfig
 from jaxkv.draft_model import Models, propose, write_draft
 from jaxkv.drafts import ngram_drafts
 from jaxkv.engine_state import NOT_FINITE, RUNNING, EngineState, Report, report_of
+from jaxkv.sharing import advance, register
 from jaxkv.verify import accept
 
 Array = jax.Array

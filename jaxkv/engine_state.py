@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.admit import with_prefix_reuse
 from jaxkv.cache import PagedKVCache, init_cache
 from jaxkv.config import CacheConfig
 from jaxkv.draft_model import DraftModel, with_draft_store
 from jaxkv.eviction import Policy
 from jaxkv.namespace import NUM_WORDS
 from jaxkv.sampling import SamplingState, row_key
+from jaxkv.sharing import with_prefix_reuse
 
 Array = jax.Array
 

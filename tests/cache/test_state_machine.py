@@ -20,7 +20,7 @@ from pallas_kernels.sealed import SEALED_FORMATS
 
 ROWS = 4
 QUERY_LEN = 6
-# What only `jaxkv.admit` reports; tests/reuse has a machine of its own for that.
+# What only `jaxkv.sharing` reports; tests/reuse has a machine of its own for that.
 OF_REUSE = StatusBit.SLOT_IN_USE | StatusBit.NOT_ADMITTED | StatusBit.INVALID_TENANT
 
 _slots = st.integers(0, SMALL.max_seqs - 1)

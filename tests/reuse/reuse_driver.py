@@ -12,8 +12,7 @@ import numpy as np
 from driver import SMALL, Driver, Programs, empty_cache, token_kv
 from plain_reuse import PlainReuse
 
-from jaxkv import CacheConfig, PagedKVCache, StatusBit
-from jaxkv import admit as sharing
+from jaxkv import CacheConfig, PagedKVCache, StatusBit, sharing
 from jaxkv.eviction import Policy
 from jaxkv.namespace import Namespace
 from pallas_kernels.kv_write import write_kv

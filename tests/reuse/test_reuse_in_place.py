@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import CacheConfig, init_cache, release
-from jaxkv.admit import admit, register, with_prefix_reuse
+from jaxkv.sharing import admit, register, with_prefix_reuse
 
 ROWS, WIDTH = 4, 32
 LARGE = CacheConfig(

@@ -18,8 +18,8 @@ import pytest
 from fake_model import FakeModel, dense_greedy, fake_model
 
 from jaxkv import CacheConfig, PagedKVCache, check_invariants, init_cache, release, reserve
-from jaxkv.admit import admit, evict, register, with_prefix_reuse
 from jaxkv.namespace import Namespace
+from jaxkv.sharing import admit, evict, register, with_prefix_reuse
 
 ROWS, WIDTH, NEW = 4, 20, 6
 BASE = CacheConfig(
