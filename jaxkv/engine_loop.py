@@ -31,6 +31,7 @@ from jaxkv.drafts import ngram_drafts
 from jaxkv.engine_state import NOT_FINITE, RUNNING, EngineState, Report, report_of
 from jaxkv.sharing import advance, register
 from jaxkv.verify import accept
+from pallas_kernels.dispatch import when
 
 Array = jax.Array
 
@@ -178,10 +179,7 @@ def _plan(
 def _end(
     config: CacheConfig, state: EngineState, slot: Array, findable: Array, over: Array
 ) -> EngineState:
-    """Makes the full blocks of some rows findable, then gives back those of the rows that are over (bool[row] both).
-
-    A loop of one turn or none where nothing is to do: XLA:GPU would copy what passes through a branch.
-    """
+    """Makes the full blocks of some rows findable, then gives back those of the rows that are over (bool[row] both)."""
     ids = jnp.where(findable, slot, config.no_seq)
     mask = jnp.zeros(config.max_seqs, jnp.bool_)
     mask = mask.at[jnp.where(over, slot, config.no_seq)].set(True, mode="drop")
@@ -189,5 +187,4 @@ def _end(
     def turn(_: Array, cache: PagedKVCache) -> PagedKVCache:
         return release(config, register(config, cache, ids, state.tokens[slot])[0], mask)
 
-    some = jnp.any(findable | over).astype(jnp.int32)
-    return dataclasses.replace(state, cache=jax.lax.fori_loop(0, some, turn, state.cache))
+    return dataclasses.replace(state, cache=when(jnp.any(findable | over), turn, state.cache))

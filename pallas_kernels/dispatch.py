@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the one the caller named, or the platform's.
+"""Which implementation of an op runs: the one the caller named, or the platform's; and whether a step runs at all.
 
 Invariants:
   * A named implementation runs or raises; nothing falls back.
@@ -10,13 +10,14 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 AUTO = "auto"
+_Carry = TypeVar("_Carry")
 
 _only_on = Primitive("only_on")
 _only_on.multiple_results = True
@@ -115,3 +116,13 @@ def _on(
         return jax.tree.unflatten(structure, out)
 
     return call
+
+
+def when(
+    condition: jax.Array, function: Callable[[jax.Array, _Carry], _Carry], carry: _Carry
+) -> _Carry:
+    """Returns function(turn, carry) where the condition (bool[]) holds, else the carry.
+
+    A loop of one turn or none and not `lax.cond`: XLA:GPU copies what passes through a branch, here whole pools.
+    """
+    return jax.lax.fori_loop(0, condition.astype("int32"), function, carry)

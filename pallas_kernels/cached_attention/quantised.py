@@ -17,7 +17,6 @@ What may or may not happen to a pool is a loop of one round or none, never a `la
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.block_seal import seal_blocks
 from pallas_kernels.cached_attention.own_block import own_block_attention
+from pallas_kernels.dispatch import when
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.layout import Array, BatchView, KVStore, decode, encode
 from pallas_kernels.paged_attention import paged_attention
@@ -59,18 +59,10 @@ def quantised_attention(
     is_wide = (layer < num_wide) | (layer >= end)
     wide_layer = jnp.where(layer < num_wide, layer, layer - end + num_wide)
     carry = jnp.zeros_like(q), store
-    carry = _when(is_wide, lambda _, carry: _wide_layer(call, carry[1], wide_layer), carry)
-    return _when(
+    carry = when(is_wide, lambda _, carry: _wide_layer(call, carry[1], wide_layer), carry)
+    return when(
         ~is_wide, lambda _, carry: _quantised_layer(call, carry[1], layer - num_wide), carry
     )
-
-
-def _when(condition: Array, function: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
-    """Returns function(turn, carry) where the condition holds, else the carry.
-
-    A loop of one turn or none and not `lax.cond`: XLA:GPU copies what passes through a branch, here whole pools.
-    """
-    return jax.lax.fori_loop(0, condition.astype(jnp.int32), function, carry)
 
 
 class _Call(NamedTuple):
@@ -231,7 +223,7 @@ def _seal(store: QuantisedStore, layer: Array, read: Any, ids: Array) -> Quantis
         kv, _ = jax.lax.optimization_barrier((read(tied), turn))
         return seal_blocks(sealed, tied, kv, ids)
 
-    sealed = _when(jnp.any(ids < store.layout.sealed.no_block), seal_once, store.sealed)
+    sealed = when(jnp.any(ids < store.layout.sealed.no_block), seal_once, store.sealed)
     return dataclasses.replace(store, sealed=sealed)
 
 
