@@ -39,6 +39,7 @@ class EngineOptions:
       has_draft: whether a draft model drafts them.
       policy: one of `POLICIES`.
       tenant_weights: of the tenants 0, 1, ...; for `fair`, and for it alone.
+      scrub_on_free: a freed block's bytes are zeroed before anyone else can get it.
 
     Raises:
       ValueError: a draft model with nothing to draft, no such policy, or weights that do not go with it.
@@ -55,6 +56,7 @@ class EngineOptions:
     has_draft: bool = False
     policy: str = "lru"
     tenant_weights: tuple[int, ...] = ()
+    scrub_on_free: bool = False
 
     def __post_init__(self) -> None:
         if self.has_draft and self.draft_len < 1:
@@ -124,6 +126,7 @@ def cache_config(loaded: Loaded, options: EngineOptions) -> tuple[CacheConfig, i
         max_seqs=options.max_seqs,
         max_blocks_per_seq=per_seq,
         format=options.kv_format,
+        scrub_on_free=options.scrub_on_free,
     )
     check_memory(config)
     return config, max_len

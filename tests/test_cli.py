@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from jaxkv import (
     CacheConfig,
     cli,
+    cli_commands,
     cli_generate,
     cli_report,
     cli_terminal,
@@ -167,7 +168,7 @@ def test_generate_beams_writes_the_best_of_them(loaded: FakeLoaded) -> None:
 
 def test_generate_pool_that_fills_up_says_so_and_exits_1(loaded: FakeLoaded) -> None:
     result = run("generate", "once upon", "-n", "20", "--block-size", "4", "--num-blocks", "4")
-    assert result.exit_code == cli.UNFINISHED
+    assert result.exit_code == cli_commands.UNFINISHED
     assert result.stdout == expected_text(loaded, "once upon", 8) + "\n"
     assert result.stderr.count("\n") == 1
     assert "pool of 4 blocks" in result.stderr

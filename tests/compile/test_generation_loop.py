@@ -12,10 +12,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import pytest
-from compile import cuda_target, tpu_target
-from compile.whole_loop import FULL_VOCAB, SMALL_VOCAB, Loop, make_loop
+from compile import tpu_target
+from compile.whole_loop import (
+    FULL_VOCAB,
+    SMALL_VOCAB,
+    TARGETS,
+    Loop,
+    make_loop,
+    memory_of,
+    skip_without,
+    touch_all,
+)
 
 from jaxkv.device_bytes import tpu_pool_bytes
 
@@ -24,15 +32,6 @@ pytestmark = [
     # JAX 0.11 says at every lowering that its Triton backend will go; see test_cuda_triton.py.
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
-TARGETS = (*tpu_target.CHIPS, *cuda_target.TARGETS)
-
-
-def memory_of(target: str, function: Any, args: tuple[Any, ...]) -> Any:
-    """Compiles for a target, with the second argument donated, and returns what the compiler counts in bytes."""
-    if target in tpu_target.CHIPS:
-        chip = tpu_target.CHIPS[target]
-        return tpu_target.compile_for(chip, function, *args, donate=(1,)).memory_analysis()
-    return cuda_target.compile_for(cuda_target.TARGETS[target], function, args, (1,)).memory
 
 
 def without_pool(loop: Loop) -> tuple[Any, ...]:
@@ -41,18 +40,11 @@ def without_pool(loop: Loop) -> tuple[Any, ...]:
     return loop.model, dataclasses.replace(loop.state, cache=cache), loop.steps
 
 
-def touch_all(model: Any, state: Any, steps: Any) -> Any:
-    """Returns the state, and one number of every other argument, so that none is dropped as unused."""
-    return state, [leaf[(0,) * leaf.ndim] for leaf in jax.tree.leaves((model, steps))]
-
-
 def check(target: str, name: str, vocab_size: int) -> None:
     """Compiles a loop and checks the bytes of its pool: all aliased, none copied, hardly any padded."""
     is_tpu = target in tpu_target.CHIPS
     loop = make_loop(name, vocab_size, 2**30 if is_tpu else 2**34)
-    reason = tpu_target.available() if is_tpu else cuda_target.skip_reason()
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without(target)
     layout = loop.config.layout
     pool_bytes = tpu_pool_bytes(layout.shape, 16) if is_tpu else layout.nbytes
     assert pool_bytes <= 1.05 * layout.nbytes

@@ -15,12 +15,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
+from compile import cuda_target, tpu_target
 
 from jaxkv import CacheConfig, decode_loop
 from jaxkv.decode_loop import DecodeState
 from jaxkv.sampling import SamplingParams, sampling_state
 from models.qwen import Qwen, QwenConfig, abstract_model
 
+TARGETS = (*tpu_target.CHIPS, *cuda_target.TARGETS)
 FULL_VOCAB = 151_936
 SMALL_VOCAB = 1024
 ROWS, MAX_BLOCKS_PER_SEQ, MAX_NEW = 16, 256, 64
@@ -103,3 +106,24 @@ def make_loop(name: str, vocab_size: int, pool_bytes: int) -> Loop:
 
     steps = jax.ShapeDtypeStruct((), jnp.int32)
     return Loop(config, model, jax.eval_shape(make_state, model), steps)
+
+
+def skip_without(target: str) -> None:
+    """Skips the test where the target's compiler is not installed."""
+    is_tpu = target in tpu_target.CHIPS
+    reason = tpu_target.available() if is_tpu else cuda_target.skip_reason()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def memory_of(target: str, function: Any, args: tuple[Any, ...]) -> Any:
+    """Compiles for a target, with the second argument donated, and returns what the compiler counts in bytes."""
+    if target in tpu_target.CHIPS:
+        chip = tpu_target.CHIPS[target]
+        return tpu_target.compile_for(chip, function, *args, donate=(1,)).memory_analysis()
+    return cuda_target.compile_for(cuda_target.TARGETS[target], function, args, (1,)).memory
+
+
+def touch_all(model: Any, state: Any, *others: Any) -> Any:
+    """Returns the state, and one number of every other argument, so that none is dropped as unused."""
+    return state, [leaf[(0,) * leaf.ndim] for leaf in jax.tree.leaves((model, others))]

@@ -72,7 +72,8 @@ def test_serve_without_the_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_cache_config_holds_all_sequences_unless_told_otherwise() -> None:
-    config, max_len = cli_engine.cache_config(LOADED, EngineOptions(max_seqs=3))
+    config, max_len = cli_engine.cache_config(LOADED, EngineOptions(max_seqs=3, scrub_on_free=True))
+    assert config.scrub_on_free
     assert (max_len, config.max_blocks_per_seq, config.num_blocks) == (100, 7, 21)
     config, max_len = cli_engine.cache_config(
         LOADED, EngineOptions(max_len=33, kv_format="int8", num_blocks=5)
