@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from engine_driver import CONFIG, EOS, MODEL, assert_all_blocks_are_back, random_request
 from fake_model import FakeModel, dense_greedy, fake_model
-from fast_compile import FAST_COMPILE
 
 from jaxkv import check_invariants, ledger, memory_profile
 from jaxkv.draft_model import DraftModel, Models
@@ -45,7 +44,6 @@ def drafted() -> Engine:
         draft_len=3,
         draft=DraftModel(enlarged(MODEL), num_layers=3, num_kv_heads=4, head_dim=8),
         prefill_shapes=[(3, 6)],
-        compiler_options=FAST_COMPILE,
     )
 
 
