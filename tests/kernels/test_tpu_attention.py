@@ -284,7 +284,7 @@ def test_attention_matches_stock_ragged_reference():
 RACES = Case("races", lens=((1, 300), (0, 4), (3, 33), (2, 150)), window=200, block_size=32)
 
 
-@pytest.mark.parametrize("num_cores", [1, 2])
+@pytest.mark.parametrize("num_cores", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_attention_race_detection_is_silent(num_cores, capfd):
     case = RACES
     tuning = dataclasses.replace(NARROW, num_cores=num_cores, max_queries=2)
