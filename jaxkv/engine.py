@@ -20,7 +20,6 @@ import collections
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from jaxkv import decode_loop
 from jaxkv.config import CacheConfig
@@ -52,7 +51,6 @@ class Engine:
       draft: who drafts; None: the text itself (prompt lookup).
       max_stop_ids: end tokens of a request at most, the engine's among them.
       prefill_shapes: (rows, tokens a row) of the prefill programs; None: a few that make up `prefill_tokens`.
-      compiler_options: for XLA.
 
     Raises:
       ValueError: a size is out of range, or the draft model does not fit (see `DraftModel.check`).
@@ -72,7 +70,6 @@ class Engine:
         draft: DraftModel | None = None,
         max_stop_ids: int = 8,
         prefill_shapes: Sequence[tuple[int, int]] | None = None,
-        compiler_options: dict[str, Any] | None = None,
     ) -> None:
         least = {"prefill_tokens": 1, "max_steps": 1, "draft_len": 0}
         given = {
@@ -97,7 +94,7 @@ class Engine:
         self.shapes = make_shapes(config, prefill_tokens, max_steps, draft_len, max_stop_ids)
         if prefill_shapes is not None:
             self.shapes = dataclasses.replace(self.shapes, prefill=_checked(config, prefill_shapes))
-        self._programs = Programs(model, config, policy, self.shapes, draft, compiler_options)
+        self._programs = Programs(model, config, policy, self.shapes, draft)
         self._waiting: list[EngineSequence] = []
         self._running: dict[int, EngineSequence] = {}
         self._stats = EngineStats(num_free=config.num_blocks, num_blocks=config.num_blocks)

@@ -106,11 +106,9 @@ class Programs:
         policy: Policy,
         shapes: ProgramShapes,
         draft: DraftModel | None = None,
-        compiler_options: dict[str, Any] | None = None,
     ) -> None:
         self.models = Models(model, None if draft is None else draft.model)
         self.config, self.shapes = config, shapes
-        self._options = compiler_options
         self.state = init_engine_state(config, policy, shapes.max_stop_ids, draft)
         self.num_compiles = self.num_dispatches = 0
         self.compile_s = self.device_s = 0.0
@@ -177,7 +175,7 @@ class Programs:
         if key not in self._compiled:
             begin = time.perf_counter()
             jitted = jax.jit(step, donate_argnums=len(leading) - 1)
-            self._compiled[key] = jitted.lower(*leading, *args).compile(self._options)
+            self._compiled[key] = jitted.lower(*leading, *args).compile()
             self.num_compiles += 1
             self.compile_s += time.perf_counter() - begin
         begin = time.perf_counter()

@@ -89,7 +89,6 @@ class Generator:
       steps_per_dispatch: decode steps between two looks of the host.
       observe: called with the cache at every look, after `stats` is up to date; the next dispatch donates
         the cache, so whatever it wants to keep it must fetch.
-      compiler_options: for XLA, in every program it compiles; None: its own.
 
     Raises:
       ValueError: a size is not positive.
@@ -104,7 +103,6 @@ class Generator:
         prefill_chunk: int = 64,
         steps_per_dispatch: int = 16,
         observe: Callable[[PagedKVCache], None] | None = None,
-        compiler_options: dict[str, Any] | None = None,
     ) -> None:
         for name, value in (
             ("prefill_chunk", prefill_chunk),
@@ -118,7 +116,6 @@ class Generator:
         self.prefill_chunk = prefill_chunk
         self.steps_per_dispatch = steps_per_dispatch
         self.observe = observe
-        self.compiler_options = compiler_options
         self.stats = RunStats()
         self._vocab = decode_loop.vocab_size(config, model)
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -304,9 +301,7 @@ class Generator:
         if key not in self._programs:
             begin = time.perf_counter()
             jitted = jax.jit(functools.partial(step, self.config), donate_argnums=1)
-            self._programs[key] = jitted.lower(self.model, state, *args).compile(
-                self.compiler_options
-            )
+            self._programs[key] = jitted.lower(self.model, state, *args).compile()
             self.stats.compile_s += time.perf_counter() - begin
         begin = time.perf_counter()
         state = jax.block_until_ready(self._programs[key](self.model, state, *args))

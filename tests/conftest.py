@@ -13,7 +13,8 @@ os.environ.setdefault("PJRT_NPROC", str(max(4, os.cpu_count() or 1)))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Programs here run a few times on tiny arrays, and most of a test's time is LLVM optimising them.  What XLA does before
 # (fusion, aliasing, copies, memory) is the same.  Tests that run the real model, or compile for an accelerator, ask for all of it.
-if "--realmodel" not in sys.argv:
+# Workers of xdist do not see the arguments; they inherit what the first process decided.
+if "PYTEST_XDIST_WORKER" not in os.environ and "--realmodel" not in sys.argv:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] = flags.strip()
 
