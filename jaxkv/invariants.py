@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.block_pool import BlockPool
 from jaxkv.cache import PagedKVCache
 from jaxkv.config import CacheConfig
+from jaxkv.prefix import WAYS
 from jaxkv.reuse import PrefixReuse
 from jaxkv.victim_tree import FAN, NO_KEY
 from pallas_kernels.sealed import QuantisedStore
@@ -107,7 +109,8 @@ def _broken_reuse(
             broken.append(f"{name} {np.asarray(counts)}, expected {want}")
     broken += _broken_tree(config, reuse)
 
-    place, table = np.asarray(reuse.index.place), np.asarray(reuse.index.table)[:, 0].reshape(-1)
+    table = np.asarray(reuse.index.table.unpacked())[:, :WAYS].reshape(-1)
+    place = np.asarray(reuse.index.places(jnp.arange(config.num_blocks, dtype=jnp.int32)))
     entered = np.full(table.size, config.no_block)
     findable = np.flatnonzero(place < table.size)
     entered[place[findable]] = findable
@@ -136,8 +139,9 @@ def _broken_tree(config: CacheConfig, reuse: PrefixReuse) -> list[str]:
         ]
         nothing = (NO_KEY, NO_KEY, config.no_block)
         want = [[min(lane) if lane else nothing for lane in group] for group in below]
-        if not np.array_equal(want, level):
-            broken.append(f"level {height} of the tree is {np.asarray(level)}, expected {want}")
+        found = np.asarray(level.unpacked()).reshape(np.shape(want))
+        if not np.array_equal(want, found):
+            broken.append(f"level {height} of the tree is {found}, expected {want}")
     return broken
 
 

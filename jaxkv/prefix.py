@@ -3,8 +3,8 @@
 The index lives on the device.  A block is findable under a key: its tokens, the block before it, and the
 namespace.  A set-associative table leads from a hash of the whole prefix to a few candidates:
 
-    table    i32[set, 2, way]   ids of blocks, NO_BLOCK where the way is empty; then their hashes, a filter
-    records  i32[block, ...]    of every findable block what it holds and stands behind, compared in full
+    table    a row a set      ids of blocks, NO_BLOCK where the way is empty; then their hashes, a filter
+    records  a row a block    what it holds, what it stands behind, and where the table has it
 
 What is read together lies together: on a large pool every array that a lookup touches costs a miss of its own.
 
@@ -22,48 +22,54 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.config import CacheConfig
+from jaxkv.flat_rows import FlatRows, flat_rows
 from jaxkv.namespace import NUM_WORDS
 
 Array = jax.Array
 
 WAYS = 8
+_PARENT, _PARENT_GENERATION, _GENERATION, _PLACE = range(-4, 0)  # the last words of a record
 _STEP = 0x9E3779B1  # odd, so powers of it have inverses modulo 2**32
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["records", "place", "table"], meta_fields=[]
+    jax.tree_util.register_dataclass, data_fields=["records", "table"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
 class PrefixIndex:
     """What every findable block holds, and where to look for it.
 
     Attributes:
-      records: i32[block, block_size + 8 + 3]: the block's tokens; its namespace; its parent, the block before it
-        (NO_BLOCK for a first block); the parent's generation when the block was inserted (0 for a first block); its
-        own generation, how often it has been removed from the index.
-      place: i32[block], set * WAYS + way, or `num_places` for a block that is not findable.
-      table: i32[set, 2, way], ids and tags (the bits of a u32).
+      records: a row a block, of block_size + 12 words: the block's tokens; its namespace; its parent, the block before
+        it (NO_BLOCK for a first block); the parent's generation when the block was inserted (0 for a first block); its
+        own generation, how often it has been removed from the index; its place, set * WAYS + way, or `num_places` for
+        a block that is not findable.
+      table: a row a set, ids[way] and tags[way] (the bits of a u32).
     """
 
-    records: Array
-    place: Array
-    table: Array
+    records: FlatRows
+    table: FlatRows
 
     @property
     def num_places(self) -> int:
         """Ways of all sets; static."""
-        return self.table.shape[0] * WAYS
+        return self.table.num_rows * WAYS
+
+    def places(self, ids: Array) -> Array:
+        """Returns i32[...], the places of blocks i32[...]; `num_places` for NO_BLOCK."""
+        return _links(self, ids).place
 
     @property
     def findable(self) -> Array:
         """bool[block]."""
-        return self.place < self.num_places
+        return self.records.unpacked()[:, _PLACE] < self.num_places
 
 
 def init_index(config: CacheConfig) -> PrefixIndex:
@@ -71,14 +77,14 @@ def init_index(config: CacheConfig) -> PrefixIndex:
 
     With all blocks findable a set of 8 ways holds 2 on average at most; one insertion in some thousands is
     refused.
+
+    Raises:
+      ValueError: the pool has more blocks than 32 bits can address records of.
     """
     num_sets = 1 << max(0, (config.num_blocks - 1) // 2).bit_length()
-    empty = jnp.array([[config.no_block], [0]], jnp.int32)
-    return PrefixIndex(
-        records=jnp.zeros((config.num_blocks, config.block_size + NUM_WORDS + 3), jnp.int32),
-        place=jnp.full(config.num_blocks, num_sets * WAYS, jnp.int32),
-        table=jnp.tile(empty, (num_sets, 1, WAYS)),
-    )
+    record = jnp.zeros(config.block_size + NUM_WORDS + 4, jnp.int32).at[_PLACE].set(num_sets * WAYS)
+    empty = jnp.repeat(jnp.array([config.no_block, 0], jnp.int32), WAYS)
+    return PrefixIndex(flat_rows(config.num_blocks, record), flat_rows(num_sets, empty))
 
 
 def match(
@@ -110,32 +116,36 @@ def lookup(
     num_rows, width = tokens.shape[0], tokens.shape[1] // config.block_size
     limits = jnp.minimum(limits, width)
     blocks, tags, sets = _addresses(config, index, tokens, namespaces)
-    found = index.table[sets]
-    ways, same_tag = found[..., 0, :], found[..., 1, :] == tags[..., None]
+    found = index.table.read(sets)
+    ways, same_tag = found[..., :WAYS], found[..., WAYS:] == tags[..., None]
     wanted = jnp.arange(width, dtype=jnp.int32)[None, :] < limits[:, None]
     asked = (ways < config.no_block) & same_tag & wanted[..., None]
     same = _same_content(config, index, ways, asked, blocks, namespaces)
+    links = _links(index, jnp.where(same, ways, config.no_block))
 
-    def extend(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        column, ids, parent, alive = state
-        candidates = ways[:, column]
-        # Records of other blocks in the set are not even looked at.
-        safe = jnp.where(same[:, column], candidates, 0)
-        linked = same[:, column] & _is_child(config, index, safe, parent[:, None])
+    def extend(state: _Chain) -> _Chain:
+        column, ids, parent, generation, alive = state
+        here = jax.tree.map(lambda x: x[:, column], links)
+        linked = same[:, column] & _is_child(here, parent, generation)
         found = alive & jnp.any(linked, axis=1)
         way = jnp.argmax(linked, axis=1)
-        parent = jnp.where(found, candidates[jnp.arange(num_rows), way], config.no_block)
-        return column + 1, ids.at[:, column].set(parent), parent, found
+        parent = jnp.where(found, ways[row, column, way], config.no_block)
+        ids = ids.at[:, column].set(parent)
+        return column + 1, ids, parent, here.generation[row, way], found
 
+    row = jnp.arange(num_rows, dtype=jnp.int32)
     none = jnp.full(num_rows, config.no_block, jnp.int32)
     ids = jnp.full((num_rows, width), config.no_block, jnp.int32)
-    state = (jnp.int32(0), ids, none, limits > 0)
+    state = (jnp.int32(0), ids, none, jnp.zeros_like(none), limits > 0)
 
-    def more(state: tuple[Array, Array, Array, Array]) -> Array:
-        return (state[0] < width) & jnp.any(state[3])
+    def more(state: _Chain) -> Array:
+        return (state[0] < width) & jnp.any(state[-1])
 
-    _, ids, _, _ = jax.lax.while_loop(more, extend, state)
+    ids = jax.lax.while_loop(more, extend, state)[1]
     return ids, jnp.sum(ids < config.no_block, axis=1, dtype=jnp.int32)
+
+
+_Chain = tuple[Array, Array, Array, Array, Array]
 
 
 def insert(
@@ -176,31 +186,34 @@ def insert(
         index, ids, column, todo = state
         at = jnp.minimum(column, width - 1)
         parent = jnp.where(column > 0, ids[row, jnp.maximum(column - 1, 0)], config.no_block)
-        ways = index.table[sets[row, at], 0]
-        asked = (ways < config.no_block) & todo[:, None]
+        own, tag, home = own_ids[row, at], tags[row, at], sets[row, at]
+        found = index.table.read(home)
+        ways, same_tag = found[:, :WAYS], found[:, WAYS:] == tag[:, None]
+        asked = (ways < config.no_block) & same_tag & todo[:, None]
         same = _same_content(
             config, index, ways[:, None], asked[:, None], blocks[row, at][:, None], namespaces
         )[:, 0]
-        same &= _is_child(config, index, jnp.where(same, ways, 0), parent[:, None])
+        candidates = jnp.where(same, ways, config.no_block)
+        links = _links(index, jnp.concatenate([candidates, parent[:, None], own[:, None]], axis=1))
+        generation = links.generation[:, WAYS]
+        same &= _is_child(jax.tree.map(lambda x: x[:, :WAYS], links), parent, generation)
         there = jnp.any(same, axis=1)
         found = ways[row, jnp.argmax(same, axis=1)]
         # Of the rows that would write into one set, the first does; the others look again.
-        rival = (sets[row, at][:, None] == sets[row, at][None, :]) & (todo & ~there)[None, :]
+        rival = (home[:, None] == home[None, :]) & (todo & ~there)[None, :]
         first = todo & ~there & ~jnp.any(jnp.tril(rival, k=-1), axis=1)
         empty = ways == config.no_block
         room = jnp.any(empty, axis=1)
         writes = first & room
-        place = sets[row, at] * WAYS + jnp.argmax(empty, axis=1)
-        own = own_ids[row, at]
-        index = _write(
-            config,
+        index = _enter(
             index,
             jnp.where(writes, own, config.no_block),
-            place,
-            blocks[row, at],
-            tags[row, at],
-            parent,
-            namespaces,
+            jax.tree.map(lambda x: x[:, WAYS + 1], links),
+            home * WAYS + jnp.argmax(empty, axis=1),
+            tag,
+            jnp.concatenate(
+                [blocks[row, at], namespaces, jnp.stack([parent, generation], axis=1)], axis=1
+            ),
         )
         here = (todo & there) | writes
         target = jnp.where(here, at, width)
@@ -218,52 +231,61 @@ _Insertion = tuple[PrefixIndex, Array, Array, Array]
 
 def remove(config: CacheConfig, index: PrefixIndex, ids: Array) -> PrefixIndex:
     """Makes blocks unfindable; ids i32[k], NO_BLOCK and blocks that are not findable are skipped, none twice."""
-    size = index.num_places
-    place = jnp.where(
-        ids < config.no_block, index.place[jnp.minimum(ids, config.num_blocks - 1)], size
-    )
-    gone = jnp.where(place < size, ids, config.no_block)
+    links = _links(index, ids)
+    gone = jnp.where(links.place < index.num_places, ids, config.no_block)
+    tail = jnp.stack([links.generation + 1, jnp.full_like(ids, index.num_places)], axis=1)
+    nobody = jnp.full_like(ids, config.no_block)
     return PrefixIndex(
-        records=index.records.at[gone, -1].add(1, mode="drop"),
-        place=index.place.at[gone].set(size, mode="drop"),
-        table=index.table.at[place // WAYS, 0, place % WAYS].set(config.no_block, mode="drop"),
+        records=index.records.write(gone, tail, _GENERATION),
+        table=index.table.set(links.place // WAYS, links.place % WAYS, nobody),
     )
 
 
-def _write(
-    config: CacheConfig,
-    index: PrefixIndex,
-    ids: Array,
-    place: Array,
-    blocks: Array,
-    tags: Array,
-    parent: Array,
-    namespaces: Array,
+def _enter(
+    index: PrefixIndex, ids: Array, links: _Links, place: Array, tags: Array, content: Array
 ) -> PrefixIndex:
-    """Enters blocks (i32[k], NO_BLOCK is skipped) at free places of the table."""
-    index = remove(config, index, ids)
-    num_sets = index.table.shape[0]
-    sets = jnp.where(ids < config.no_block, place // WAYS, num_sets)
-    links = (parent, _generation(config, index, parent), _generation(config, index, ids))
-    records = jnp.concatenate([blocks, namespaces, jnp.stack(links, axis=1)], axis=1)
-    entries = jnp.stack([ids, tags], axis=1)
-    return PrefixIndex(
-        records=index.records.at[ids].set(records, mode="drop"),
-        place=index.place.at[ids].set(place, mode="drop"),
-        table=index.table.at[sets, :, place % WAYS].set(entries, mode="drop"),
-    )
+    """Enters blocks at free places of the table; one that is findable as something else leaves its old place.
+
+    Args:
+      index: the index.
+      ids: i32[k]; NO_BLOCK is skipped.
+      links: of the blocks, as they are.
+      place, tags: i32[k].
+      content: i32[k, block_size + 10], a record up to the parent's generation.
+    """
+    none, nowhere = index.records.num_rows, index.num_places
+    moves = (links.place < nowhere).astype(jnp.int32)
+    tail = jnp.stack([links.generation + moves, place], axis=1)
+    place = jnp.where(ids < none, place, nowhere)
+    old = jnp.where(ids < none, links.place, nowhere)
+    rows = jnp.concatenate([place, place, old]) // WAYS
+    columns = jnp.concatenate([place % WAYS, WAYS + place % WAYS, old % WAYS])
+    table = index.table.set(rows, columns, jnp.concatenate([ids, tags, jnp.full_like(ids, none)]))
+    records = index.records.write(ids, jnp.concatenate([content, tail], axis=1))
+    return PrefixIndex(records, table)
 
 
-def _generation(config: CacheConfig, index: PrefixIndex, ids: Array) -> Array:
-    """Returns the generation of blocks, 0 for NO_BLOCK."""
-    safe = jnp.minimum(ids, config.num_blocks - 1)
-    return jnp.where(ids < config.no_block, index.records[safe, -1], 0)
+class _Links(NamedTuple):
+    """The last words of records, i32[...] each; of NO_BLOCK 0, and `num_places` for the place."""
+
+    parent: Array
+    parent_generation: Array
+    generation: Array
+    place: Array
 
 
-def _is_child(config: CacheConfig, index: PrefixIndex, ids: Array, parent: Array) -> Array:
-    """Returns whether blocks were inserted behind `parent` as it is now (broadcast against ids)."""
-    links = index.records[ids, -3:-1]
-    return (links[..., 0] == parent) & (links[..., 1] == _generation(config, index, parent))
+def _links(index: PrefixIndex, ids: Array) -> _Links:
+    """Reads the links of blocks i32[...]."""
+    real = ids < index.records.num_rows
+    words = index.records.columns(jnp.where(real, ids, 0), _PARENT)
+    nothing = (0, 0, 0, index.num_places)
+    return _Links(*(jnp.where(real, x, none) for x, none in zip(words, nothing, strict=True)))
+
+
+def _is_child(links: _Links, parent: Array, generation: Array) -> Array:
+    """Returns which of the blocks links[row, way] were inserted behind `parent` (i32[row]) as it is in that generation."""
+    same = links.parent == parent[:, None]
+    return same & (links.parent_generation == generation[:, None])
 
 
 def _same_content(
@@ -292,7 +314,7 @@ def _same_content(
         pick = jnp.argmax(asked, axis=-1)
         ids = jnp.take_along_axis(ways, pick[..., None], axis=-1)[..., 0]
         ids = jnp.minimum(ids, config.num_blocks - 1)
-        equal = jnp.all(index.records[ids, :-3] == content, axis=-1)
+        equal = jnp.all(index.records.read(ids, 0, content.shape[-1]) == content, axis=-1)
         picked = way == pick[..., None]
         return asked & ~picked, same | (picked & asked & equal[..., None])
 
@@ -307,7 +329,7 @@ def _addresses(
     num_rows, width = tokens.shape[0], tokens.shape[1] // config.block_size
     blocks = tokens[:, : width * config.block_size].reshape(num_rows, width, config.block_size)
     tags = jax.lax.bitcast_convert_type(_hash_prefixes(blocks, namespaces), jnp.int32)
-    return blocks, tags, tags & (index.table.shape[0] - 1)
+    return blocks, tags, tags & (index.table.num_rows - 1)
 
 
 def _hash_prefixes(blocks: Array, namespaces: Array) -> Array:

@@ -160,7 +160,7 @@ def drop(
     if reuse is None:
         return block_pool.drop(pool, ids), None
     pool, last = block_pool.disown(pool, ids)
-    findable = _findable(config, reuse, ids)
+    findable = _findable(reuse, ids)
     freed = jnp.where(last & ~findable, ids, config.no_block)
     kept = jnp.where(last & findable, ids, config.no_block)
     kept = after_reads(reuse.tree, kept)
@@ -230,10 +230,8 @@ def _lane(reuse: PrefixReuse, tenant: Array) -> Array:
     return jnp.minimum(tenant, reuse.policy.num_lanes - 1)
 
 
-def _findable(config: CacheConfig, reuse: PrefixReuse, ids: Array) -> Array:
-    index = reuse.index
-    safe = jnp.minimum(ids, config.num_blocks - 1)
-    return (ids < config.no_block) & (index.place[safe] < index.num_places)
+def _findable(reuse: PrefixReuse, ids: Array) -> Array:
+    return reuse.index.places(ids) < reuse.index.num_places
 
 
 def _charge(config: CacheConfig, reuse: PrefixReuse, ids: Array, amount: int) -> Array:

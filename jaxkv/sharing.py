@@ -216,7 +216,7 @@ def register(
     num_full = jnp.minimum(num_full, width)
     old_ids = cache.tables.blocks[slot, :width]
     index = reuse.index
-    place = index.place[jnp.minimum(old_ids, config.num_blocks - 1)]
+    place = index.places(old_ids)
     was_findable = place < index.num_places
     # No place is below 0: the ids are what they are, but insert writes places only once these are read.
     own_ids = jnp.where(jnp.any(place < 0), config.no_block, old_ids)

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from jaxkv.access_log import AccessLog
 from jaxkv.eviction import Entries, Policy, Shares, choose
+from jaxkv.flat_rows import FlatRows, flat_rows
 
 Array = jax.Array
 
@@ -42,23 +43,24 @@ class VictimTree:
 
     Attributes:
       lanes: i32[block], the lane of an evictable block, NO_LANE of any other.
-      levels: i32[node, lane, 3] from the leaves up: the two words of a block's key, and its id or NO_BLOCK.
+      levels: from the leaves up, a row for each node and lane (row node * lanes + lane): the two words of a block's key,
+        and its id or NO_BLOCK.
       sizes: i32[lane], evictable blocks of each lane.
     """
 
     lanes: Array
-    levels: tuple[Array, ...]
+    levels: tuple[FlatRows, ...]
     sizes: Array
 
 
 def init_tree(num_blocks: int, num_lanes: int) -> VictimTree:
     """Returns a tree in which nothing may be evicted."""
-    levels: list[Array] = []
+    levels: list[FlatRows] = []
     size = num_blocks
     while not levels or size > FAN:
         size = -(-size // FAN)
         nothing = jnp.array([NO_KEY, NO_KEY, num_blocks], jnp.int32)
-        levels.append(jnp.tile(nothing, (size, num_lanes, 1)))
+        levels.append(flat_rows(size * num_lanes, nothing))
     return VictimTree(
         lanes=jnp.full(num_blocks, NO_LANE, jnp.int32),
         levels=tuple(levels),
@@ -105,7 +107,7 @@ def after_reads(tree: VictimTree, ids: Array) -> Array:
     What is written at these ids, lanes or keys in the log, is then known to come after those reads.  Without that
     order XLA would copy the whole array to keep what they need.
     """
-    wrong = jnp.any(tree.levels[-1][..., 2] < 0)  # no id is below 0
+    wrong = jnp.any(tree.levels[-1].unpacked()[:, 2] < 0)  # no id is below 0
     return jnp.where(wrong, tree.lanes.shape[0], ids)
 
 
@@ -121,14 +123,15 @@ def first_victims(
     """
     num_blocks = tree.lanes.shape[0]
     num_lanes = tree.sizes.shape[0]
-    top = tree.levels[-1].shape[0]
+    top = tree.levels[-1].num_rows // num_lanes
     nodes = jnp.broadcast_to(jnp.arange(top, dtype=jnp.int32)[:, None], (top, num_lanes))
     lane = jnp.arange(num_lanes, dtype=jnp.int32)[None, :]
     for height in reversed(range(len(tree.levels))):
         level = tree.levels[height]
-        winners = level[jnp.minimum(nodes, level.shape[0] - 1), lane]
-        _, _, ids = _best(_where(nodes < level.shape[0], winners, num_blocks), count)
-        nodes = jnp.where(ids < num_blocks, ids // FAN ** (height + 1), level.shape[0])
+        num_nodes = level.num_rows // num_lanes
+        winners = level.columns(jnp.minimum(nodes, num_nodes - 1) * num_lanes + lane)
+        _, _, ids = _best(_where(nodes < num_nodes, winners, num_blocks), count)
+        nodes = jnp.where(ids < num_blocks, ids // FAN ** (height + 1), num_nodes)
         nodes = (nodes[:, None] * FAN + jnp.arange(FAN, dtype=jnp.int32)[None, :, None]).reshape(
             -1, num_lanes
         )
@@ -145,30 +148,30 @@ def first_victims(
 
 
 def _entries(policy: Policy, log: AccessLog, ids: Array) -> Array:
-    """Returns i32[..., 3], what a node holds of the blocks ids[...]: key and id."""
+    """Returns i32[3, ...], what a node holds of the blocks ids[...]: key and id."""
     num_blocks = log.score.shape[0]
     safe = jnp.minimum(ids, num_blocks - 1)
     keys = policy.key(log.last_access[safe], log.use_count[safe], log.score[safe])
-    return _where(ids < num_blocks, jnp.stack([*keys, ids], axis=-1), num_blocks)
+    return _where(ids < num_blocks, jnp.stack([*keys, ids]), num_blocks)
 
 
 def _where(real: Array, entries: Array, no_block: int) -> Array:
-    """Returns the entries i32[..., 3], but of no block where not real[...]."""
-    return jnp.where(real[..., None], entries, jnp.array([NO_KEY, NO_KEY, no_block], jnp.int32))
+    """Returns the entries i32[3, ...], but of no block where not real[...]."""
+    nothing = jnp.array([NO_KEY, NO_KEY, no_block], jnp.int32)
+    return jnp.where(real[None], entries, nothing.reshape(3, *[1] * real.ndim))
 
 
 def _best(entries: Array, count: int) -> tuple[Array, Array, Array]:
-    """Returns the words, i32[<= count, lane] each, of each lane's smallest entries i32[n, lane, 3]."""
-    words = (entries[..., 0], entries[..., 1], entries[..., 2])
-    first, second, ids = jax.lax.sort(words, dimension=0, num_keys=3)
+    """Returns the words, i32[<= count, lane] each, of each lane's smallest entries i32[3, n, lane]."""
+    first, second, ids = jax.lax.sort(tuple(entries), dimension=0, num_keys=3)
     return first[:count], second[:count], ids[:count]
 
 
 def _mend(policy: Policy, log: AccessLog, tree: VictimTree, ids: Array, lanes: Array) -> VictimTree:
     """Recomputes the nodes above the blocks named, in their lanes; costs nothing where none is."""
 
-    def once(state: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
-        return jnp.bool_(False), _mended(policy, log, tree.lanes, state[1], ids, lanes)
+    def once(state: tuple[Array, tuple[FlatRows, ...]]) -> tuple[Array, tuple[FlatRows, ...]]:
+        return jnp.bool_(False), _mended(policy, log, tree, state[1], ids, lanes)
 
     some = jnp.any(ids < tree.lanes.shape[0])
     _, levels = jax.lax.while_loop(lambda state: state[0], once, (some, tree.levels))
@@ -178,37 +181,39 @@ def _mend(policy: Policy, log: AccessLog, tree: VictimTree, ids: Array, lanes: A
 def _mended(
     policy: Policy,
     log: AccessLog,
-    of_block: Array,
-    old: tuple[Array, ...],
+    tree: VictimTree,
+    old: tuple[FlatRows, ...],
     ids: Array,
     lanes: Array,
-) -> tuple[Array, ...]:
-    """Returns the levels `old` as they are with the blocks' lanes i32[block]; other arguments as `_mend`."""
-    num_blocks = of_block.shape[0]
+) -> tuple[FlatRows, ...]:
+    """Returns the levels `old` as they are with the tree's lanes; other arguments as `_mend`."""
+    num_blocks, num_lanes = tree.lanes.shape[0], tree.sizes.shape[0]
     child = jnp.arange(FAN, dtype=jnp.int32)[None, :]
-    node = jnp.where(ids < num_blocks, ids // FAN, old[0].shape[0])
+    node = ids // FAN
     leaves = node[:, None] * FAN + child
-    mine = (leaves < num_blocks) & (of_block[jnp.minimum(leaves, num_blocks - 1)] == lanes[:, None])
-    below = _entries(policy, log, jnp.where(mine, leaves, num_blocks))
+    mine = tree.lanes[jnp.minimum(leaves, num_blocks - 1)] == lanes[:, None]
+    below = _entries(policy, log, jnp.where(mine & (leaves < num_blocks), leaves, num_blocks))
     levels = []
     for height, level in enumerate(old):
-        level = level.at[node, lanes].set(_smallest(below), mode="drop")
-        levels.append(level)
+        row = jnp.where(ids < num_blocks, node * num_lanes + lanes, level.num_rows)
+        levels.append(level.write(row, _smallest(below)))
         if height + 1 == len(old):
             break
-        node = jnp.where(ids < num_blocks, node // FAN, old[height + 1].shape[0])
+        node = node // FAN
         children = node[:, None] * FAN + child
-        safe = jnp.minimum(children, level.shape[0] - 1)
-        below = level[safe, jnp.maximum(lanes, 0)[:, None]]
-        below = _where(children < level.shape[0], below, num_blocks)
+        safe = jnp.minimum(children, level.num_rows // num_lanes - 1)
+        below = levels[-1].columns(safe * num_lanes + jnp.maximum(lanes, 0)[:, None])
+        below = _where(children < level.num_rows // num_lanes, below, num_blocks)
     return tuple(levels)
 
 
 def _smallest(entries: Array) -> Array:
-    """Returns i32[k, 3], the smallest entry of each row of i32[k, FAN, 3]."""
-    first, second, ids = (entries[..., word] for word in range(3))
-    best = first == jnp.min(first, axis=1, keepdims=True)
+    """Returns i32[k, 3], the smallest entry of each row of i32[3, k, FAN]."""
+    first, second, ids = entries
+    least_first = jnp.min(first, axis=1, keepdims=True)
+    best = first == least_first
     second = jnp.where(best, second, NO_KEY)
-    best &= second == jnp.min(second, axis=1, keepdims=True)
-    at = jnp.argmin(jnp.where(best, ids, NO_KEY), axis=1)
-    return jnp.take_along_axis(entries, at[:, None, None], axis=1)[:, 0]
+    least_second = jnp.min(second, axis=1, keepdims=True)
+    best &= second == least_second
+    least_id = jnp.min(jnp.where(best, ids, NO_KEY), axis=1, keepdims=True)
+    return jnp.concatenate([least_first, least_second, least_id], axis=1)

@@ -130,7 +130,7 @@ FEW_HEADS = {"num_kv_heads": 2, "head_dim": 64}
         pytest.param(
             "v5e",
             "fp8_e4m3",
-            FEW_HEADS | {"block_size": 32},
+            FEW_HEADS | {"block_size": 64},
             marks=[
                 LONG,
                 pytest.mark.xfail(
