@@ -143,7 +143,12 @@ def throughput(model: Any, engine: Engine, num_requests: int) -> list[harness.Re
     others = {
         "static_batch": (static_batches(model, requests, engine), 1.5),
         "hf_padded": (theirs.padded(requests), 1.5),
-        # Whoever knows all answers' lengths beforehand can batch equal ones; nobody does who serves.
+        # A file of requests can be sorted by length first, and whoever knew the answers' lengths could batch equal ones;
+        # nobody can who serves.
+        "hf_padded_sorted_by_prompt": (
+            theirs.padded(sorted(requests, key=lambda request: len(request.prompt))),
+            None,
+        ),
         "hf_padded_sorted_by_answer": (
             theirs.padded(sorted(requests, key=lambda request: request.max_tokens)),
             None,

@@ -53,11 +53,12 @@ OPTIONS: dict[
 ] = {  # fields of CacheConfig by the row's name, the most telling first
     "float32": {"format": "float32", "block_size": 16},
     "int8": {"format": "int8", "block_size": 64},
-    "fp8_e4m3": {"format": "fp8_e4m3", "block_size": 32},
+    "fp8_e4m3": {"format": "fp8_e4m3", "block_size": 64},
     "int4": {"format": "int4", "block_size": 64},
     "int4.smallest": {"format": "int4", "block_size": 64, "value_group": 64},
     "int4.block32": {"format": "int4", "block_size": 32},
     "int8.block32": {"format": "int8", "block_size": 32},
+    "fp8_e4m3.block32": {"format": "fp8_e4m3", "block_size": 32},
     "int4.wide1": {"format": "int4", "block_size": 64, "num_wide_layers": 1},
     "int8.symmetric": {"format": "int8", "block_size": 32, "symmetric_keys": True},
     "bfloat16": {"format": "bfloat16", "block_size": 16},

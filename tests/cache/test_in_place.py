@@ -73,13 +73,17 @@ def check_in_place(compiled: Any, donated: Any, config: CacheConfig) -> None:
     assert memory.temp_size_in_bytes <= 0.02 * config.layout.nbytes
 
 
-PROGRAMS: list[Any] = [
-    (program, format) for format in FORMATS for program in ("prefill", "start", "decode")
-]
-PROGRAMS += [("prefill", "int8"), ("decode", "int4")]
+PROGRAMS: list[Any] = [("decode", format) for format in FORMATS]
+PROGRAMS += [("start", "float32"), ("prefill", "bfloat16"), ("prefill", "int8"), ("decode", "int4")]
 PROGRAMS += [("beams", "bfloat16"), ("scrubbing decode", "int8")]
 PROGRAMS += [
-    pytest.param("decode", format, marks=pytest.mark.exhaustive) for format in ("int8", "fp8_e4m3")
+    pytest.param(program, format, marks=pytest.mark.exhaustive)
+    for program, formats in {
+        "decode": ("int8", "fp8_e4m3"),
+        "start": ("bfloat16", "float16"),
+        "prefill": ("float32", "float16"),
+    }.items()
+    for format in formats
 ]
 
 

@@ -177,7 +177,7 @@ def test_state_machine_random_transitions_match_plain_model() -> None:
 )
 def test_state_machine_narrow_formats_match_plain_model(machine: type[CacheMachine]) -> None:
     """Field case O7: the pool keeps its dtype through every transition; L8: scales go where their blocks go."""
-    few = settings(max_examples=max(25, settings().max_examples // 10))
+    few = settings(max_examples=max(25, settings().max_examples // 20))
     CacheMachine.outcomes.clear()
     run_state_machine_as_test(machine, settings=few)
     refused = any(bits & StatusBit.SEALED_BLOCK for bits in CacheMachine.outcomes)

@@ -166,7 +166,7 @@ def test_kernel_equals_reference_and_oracle(interpreter, case):  # noqa: F811
     check(case, inputs, *make_call(interpreter, case)(inputs))
 
 
-@pytest.mark.parametrize("splits", [2, 5])
+@pytest.mark.parametrize("splits", [pytest.param(2, marks=pytest.mark.exhaustive), 5])
 def test_splits_of_the_sequence_equal_oracle(interpreter, splits):  # noqa: F811
     lens = ((1, 1), (1, 64), (0, 0), (1, 300))
     case = dataclasses.replace(find("decode_bfloat16"), lens=lens, num_kv_heads=1)

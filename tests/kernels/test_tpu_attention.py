@@ -139,7 +139,17 @@ def bits(result) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in result]
 
 
-@pytest.mark.parametrize("case", RUNS, ids=lambda case: case.name)
+REPEATS = {"prefill", "prefill_padded", "speculative", "decode_block32", "decode_mha"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.exhaustive) if case.name in REPEATS else case
+        for case in RUNS
+    ],
+    ids=lambda case: case.name,
+)
 def test_attention_case_matches_oracle_and_reference(case):
     """Field cases A6 to A9, E1, E2, J1, M1 to M5, R1: every named case, NaN and Inf wherever nothing may look."""
     inputs = make_inputs(case)
@@ -149,7 +159,14 @@ def test_attention_case_matches_oracle_and_reference(case):
     assert worst_row_error(got[0], reference[: len(case.lens)]) < TOLERANCES[case.format]
 
 
-@pytest.mark.parametrize("name", ["decode_many_blocks", "speculative_bfloat16", "prefill"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("decode_many_blocks", marks=pytest.mark.exhaustive),
+        "speculative_bfloat16",
+        "prefill",
+    ],
+)
 def test_attention_default_tuning_matches_oracle(name):
     case = find(name)
     inputs = make_inputs(case)
@@ -157,7 +174,12 @@ def test_attention_default_tuning_matches_oracle(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["decode_many_blocks", "speculative_window", "decode_bfloat16_bits"]
+    "name",
+    [
+        "decode_many_blocks",
+        pytest.param("speculative_window", marks=pytest.mark.exhaustive),
+        pytest.param("decode_bfloat16_bits", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_attention_dead_slots_and_block_ids_change_no_bit(name):
     """Field cases E1, E2, R3, R4: dead bytes, the order of blocks and any sentinel leave every bit alone."""

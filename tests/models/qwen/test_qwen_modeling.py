@@ -154,7 +154,9 @@ def test_float16_large_q_and_k_do_not_overflow() -> None:
     np.testing.assert_array_equal(out[0, 1, 0], 2.0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.exhaustive)]
+)
 def test_narrow_weights_keep_dtype_and_give_float32_logits(
     dtype: Any, case_model: CaseModel
 ) -> None:
@@ -212,7 +214,10 @@ def test_reference_implementation_is_passed_to_the_ops(case_model: CaseModel) ->
         cached_logits(unknown, tokens, [10])
 
 
-@pytest.mark.parametrize("name", ["qwen2_layer_types", "qwen3_sliding_group1"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen2_layer_types", marks=pytest.mark.exhaustive), "qwen3_sliding_group1"],
+)
 def test_spread_model_gives_the_logits_of_the_stacked_one(case_model: CaseModel, name: str) -> None:
     stacked = case_model(name).model
     spread = stacked.spread()
