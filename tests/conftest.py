@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -16,12 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # (fusion, aliasing, copies, memory) is the same.  Tests that run the real model, or compile for an accelerator, ask for all of it.
 # Workers of xdist do not see the arguments; they inherit what the first process decided.
 if "PYTEST_XDIST_WORKER" not in os.environ and "--realmodel" not in sys.argv:
-    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
-    if version("jaxlib").startswith(
-        "0.10."
-    ):  # XLA ends a process that gives it a flag it does not know
-        flags.append("--xla_cpu_use_fusion_emitters=false")  # the older emitters: half the time
-    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = flags.strip()
 
 import functools
 import gc

@@ -147,6 +147,7 @@ needs_tpu_compiler = pytest.mark.skipif(
 
 
 @pytest.mark.compile
+@pytest.mark.exhaustive  # 29 s; the table above is what it reports
 @needs_tpu_compiler
 def test_tpu_array_bytes_compiler_reports_the_same() -> None:
     for (arrays, force), (size, is_row_major) in measured().items():

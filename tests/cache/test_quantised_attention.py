@@ -170,7 +170,13 @@ def test_quantised_attention_any_chunks_match_the_oracle(name: str) -> None:
     assert sealed_blocks(config, one) == sealed_blocks(config, many)
 
 
-@pytest.mark.parametrize("knobs", [{"window": 5}, {"soft_cap": 2.0, "window": 11}])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        pytest.param({"window": 5}, marks=pytest.mark.exhaustive),
+        {"soft_cap": 2.0, "window": 11},
+    ],
+)
 def test_quantised_attention_window_and_soft_cap_match_the_oracle(knobs: dict[str, Any]) -> None:
     """Windows inside a block, across one edge and across several; K1 and M6 for codes."""
     one, out_one = run(CONFIG, ONE_BY_ONE, 1, **knobs)

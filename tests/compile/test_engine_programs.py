@@ -44,7 +44,7 @@ def draft_of() -> DraftModel:
     return DraftModel(model, qwen.num_layers, qwen.num_kv_heads, qwen.head_dim)
 
 
-DEFAULT = [("decode_drafted", "sm_90")]
+DEFAULT = [("decode", "sm_90")]
 ALL = [(kind, target) for kind in ROWS for target in TARGETS]
 
 

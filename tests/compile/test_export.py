@@ -126,6 +126,7 @@ def test_artifact_compiles_for_tpu_with_its_pool_in_place() -> None:
     assert compiled.as_text().count("tpu_custom_call") >= 3
 
 
+@pytest.mark.exhaustive  # the loop itself compiles for CUDA in test_generation_loop.py
 def test_artifact_compiles_for_cuda_with_its_pool_in_place() -> None:
     if cuda_target.skip_reason() is not None:
         pytest.skip(str(cuda_target.skip_reason()))
