@@ -13,9 +13,8 @@ def read_block(sealed, layer: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     layout = sealed.layout
     heads, tokens, dim = layout.num_kv_heads, layout.block_size, layout.head_dim
     codes = np.asarray(sealed.codes)[layer, block]
-    # However an array is shaped, its rows follow one another.
-    key_affine = _bfloat16(sealed.key_affine)[layer, block].reshape(-1, heads * dim)
-    value_affine = _bfloat16(sealed.value_affine)[layer, block].reshape(-1, heads * tokens)
+    key_affine = _rows(sealed.key_affine[layer, block], heads * dim)
+    value_affine = _rows(sealed.value_affine[layer, block], heads * tokens)
     k, v = np.zeros((heads, tokens, dim)), np.zeros((heads, tokens, dim))
     for head in range(heads):
         for token in range(tokens):
@@ -46,9 +45,11 @@ def _code(name: str, codes: np.ndarray, token: int, column: int, tokens: int) ->
     return float(nibble - 16 if nibble > 7 else nibble)
 
 
-def _bfloat16(x) -> np.ndarray:
-    x = np.asarray(x)
-    return (x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x).astype(np.float64)
+def _rows(x, width: int) -> np.ndarray:
+    """Returns a block's scales as whole rows: however the array is shaped, they follow one another, padding after the last."""
+    x = np.asarray(x).reshape(-1)
+    x = (x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x).astype(np.float64)
+    return x[: max(1, x.size // width) * width].reshape(-1, width)
 
 
 def quantised_attention_oracle(
