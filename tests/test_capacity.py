@@ -216,7 +216,8 @@ def test_plan_quantised_holds_more_and_is_json() -> None:
     assert made.kv_to_weights == (made.pool_bytes + made.open_bytes) / made.weights_bytes
     half = plan(kv_format="int4", tensor_parallel=2)
     assert 2 * half.block_bytes == plans["int4"].block_bytes
-    half = plan(kv_format="int8", tensor_parallel=2)  # V's scales of one head take what two heads' take
+    # V's scales of one head take what those of two heads take.
+    half = plan(kv_format="int8", tensor_parallel=2)
     assert 2 * half.block_bytes == plans["int8"].block_bytes + 24 * 512
     assert half.open_block_bytes == 64 * 12_288 // 2
     assert plan(kv_format="int8", block_size=32).bytes_per_token == 24 * (2 * (128 + 8) + 512 // 32)
