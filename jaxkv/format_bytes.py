@@ -176,8 +176,8 @@ def block_arrays(
     """Returns the arrays of one block in one layer by name, of a sealed block for quantised formats::
 
         codes         [H, B * code_bits / 8, 2 * D]   bytes; elements [H, B, 2 * D] where there are no scales
-        key_affine    [1, or 2 with centres, H * D]   bfloat16; a lone row as two of half the width,
-        value_affine  [D / value_group, H * B]        padded to 128 numbers each, or a multiple
+        key_affine    [1, or 2 with centres, H * D]   bfloat16; rows padded to multiples of 128
+        value_affine  [D / value_group, H * B]        numbers, a lone row first cut into two
 
     Args:
       num_kv_heads, head_dim: H and D.
@@ -213,10 +213,10 @@ def block_arrays(
 
 
 def _affine_array(rows: int, width: int) -> BlockArray:
-    """Returns rows of scales or centres; a lone row is stored as two of whole TPU registers."""
+    """Returns rows of scales or centres; they fill whole TPU registers, and a lone row is stored as two."""
     if rows == 1:
-        rows, width = 2, -(-width // (2 * _TPU_LANES)) * _TPU_LANES
-    return BlockArray((rows, width), SCALE_BITS)
+        rows, width = 2, -(-width // 2)
+    return BlockArray((rows, -(-width // _TPU_LANES) * _TPU_LANES), SCALE_BITS)
 
 
 def block_bytes(

@@ -14,13 +14,13 @@ Sealed arrays, all with the pool's block ids::
     key_affine    [layer, block, key rows, kv_head * head_dim]           K: scale (and centre) per channel of the block
     value_affine  [layer, block, groups, kv_head * block_size]           V: scale per token and group of channels
 
-A lone row is stored as two rows of whole TPU registers, zeros behind its end: 64 numbers as [2, 128], 320 as [2, 256].  Of an array
-with one row a block XLA:TPU puts the blocks of a layer side by side into tiles, and copies all of it, padded, for a kernel that
-copies blocks.
+Affine rows fill whole TPU registers, zeros behind their end, and a lone row is stored as two: 64 numbers as [2, 128], 320 as
+[2, 256].  Of an array with one row a block, or with rows of other widths, XLA:TPU puts the blocks of a layer side by side into tiles,
+and copies all of it, padded, for a kernel that copies blocks.
 
 Invariants:
-  * Every array counts in `nbytes`, zeros of lone rows too; the affine arrays are bfloat16, heads side by side.
-  * Flat, a block's affine array begins with its rows, whole and in order; nothing reads what follows them.
+  * Every array counts in `nbytes`, zeros too; the affine arrays are bfloat16, heads side by side.
+  * Flat, a block's affine array is its rows in equal shares, each from the start of its own; nothing reads the zeros.
   * Reading is `quantiser.dequantize_groups` with these arrays; kernels fold the scales into q and into the probabilities.
   * The first and last `num_wide_layers` layers are not quantised: they live in `wide`, a `KVStore` with the same block ids.
 """
@@ -129,8 +129,8 @@ class SealedLayout:
 
     def _affine_shape(self, rows: int, width: int) -> tuple[int, int, int, int]:
         if rows == 1:
-            rows, width = 2, -(-width // (2 * _LANES)) * _LANES
-        return self.num_layers, self.num_blocks, rows, width
+            rows, width = 2, -(-width // 2)
+        return self.num_layers, self.num_blocks, rows, -(-width // _LANES) * _LANES
 
     @property
     def nbytes(self) -> int:
@@ -162,8 +162,8 @@ class SealedStore:
 
     Attributes:
       codes: layout.codes_dtype[layer, block, kv_head, row, 2 * head_dim].
-      key_affine: layout.affine_dtype[layer, block, key row, kv_head * head_dim], a lone row as `key_affine_shape` says.
-      value_affine: layout.affine_dtype[layer, block, group, kv_head * block_size], a lone row as `value_affine_shape` says.
+      key_affine: layout.affine_dtype[layer, block, key row, kv_head * head_dim], padded as `key_affine_shape` says.
+      value_affine: layout.affine_dtype[layer, block, group, kv_head * block_size], padded as `value_affine_shape` says.
       layout: static description.
     """
 
@@ -313,16 +313,16 @@ def unseal(layout: SealedLayout, blocks: SealedBlocks) -> tuple[Array, Array]:
 
 
 def _stored(layout: SealedLayout, x: Array, shape: tuple[int, ...]) -> Array:
-    """Returns rows bf16[n, ...] as the affine array of `shape` holds n blocks."""
-    x = x.reshape(len(x), -1)
-    x = jnp.pad(x, ((0, 0), (0, math.prod(shape[2:]) - x.shape[1])))
+    """Returns rows bf16[n, row, ...] as the affine array of `shape` holds n blocks."""
+    x = x.reshape(*x.shape[:2], -1)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, math.prod(shape[2:]) // x.shape[1] - x.shape[2])))
     return _to_bits(x.reshape(-1, *shape[2:]), layout.affine_dtype)
 
 
 def _rows(x: Array, *shape: int) -> Array:
-    """Returns the rows of an affine array [..., row, width] as f32[..., *shape]."""
+    """Returns the rows of an affine array [..., row, width] as f32[..., *shape], shape[0] of them."""
     lead = x.shape[:-2]
-    x = x.reshape(*lead, -1)[..., : math.prod(shape)]
+    x = x.reshape(*lead, shape[0], -1)[..., : math.prod(shape[1:])]
     return bfloat16_values(x).reshape(*lead, *shape)
 
 

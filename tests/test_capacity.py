@@ -214,11 +214,9 @@ def test_plan_quantised_holds_more_and_is_json() -> None:
     series = kv_series(QWEN_05B, [2048], num_sequences=3, kv_format="int4")
     assert series.kv_bytes == (3 * (2048 * 3456 + 64 * 12_288),)
     assert made.kv_to_weights == (made.pool_bytes + made.open_bytes) / made.weights_bytes
-    half = plan(kv_format="int4", tensor_parallel=2)
-    assert 2 * half.block_bytes == plans["int4"].block_bytes
-    # V's scales of one head take what those of two heads take.
+    # Scales of one head take what those of two heads take: two rows of 128 numbers for K and for V.
     half = plan(kv_format="int8", tensor_parallel=2)
-    assert 2 * half.block_bytes == plans["int8"].block_bytes + 24 * 512
+    assert 2 * half.block_bytes == plans["int8"].block_bytes + 24 * 1024
     assert half.open_block_bytes == 64 * 12_288 // 2
     assert plan(kv_format="int8", block_size=32).bytes_per_token == 24 * (2 * (128 + 8) + 512 // 32)
 
@@ -295,13 +293,16 @@ def test_plan_tpu_narrow_rows_count_padding() -> None:
     assert tpu.block_bytes == dense.block_bytes * 256 // 160
     assert any("pool: 16 rows by width 160 do not fill whole" in text for text in tpu.warnings)
     assert plan(target="tpu").block_bytes == plan().block_bytes
-    # Of int8 with one head of 64 K's two rows take twice their bytes; codes and V's lone row fill their tiles.
-    narrow = {"kv_format": "int8", "model_weights_bytes": 0}
-    dense, tpu = (plan(model_shape(2, 8, 1, 64), **narrow, target=t) for t in ("dense", "tpu"))
-    assert tpu.block_bytes == dense.block_bytes + 2 * 2 * 64 * 2
+    # Of int4 with three groups V's three rows take those of four; codes of whole lanes and K's rows fill their tiles.
+    odd = {"kv_format": "int4", "model_weights_bytes": 0}
+    dense, tpu = (
+        plan(model_shape(2, 8, 2, 192), **odd, kv_options=KVOptions(value_group=64), target=t)
+        for t in ("dense", "tpu")
+    )
+    assert tpu.block_bytes == dense.block_bytes + 2 * 128 * 2
     assert tpu.open_block_bytes == dense.open_block_bytes
     padded = [text.split(" do not")[0] for text in tpu.warnings if "whole TPU tiles" in text]
-    assert padded == ["key_affine: 2 rows by width 64"]
+    assert padded == ["value_affine: 3 rows by width 128"]
     assert plan(kv_format="int8", target="tpu").block_bytes == plan(kv_format="int8").block_bytes
     with pytest.raises(ValueError, match="target: expected one of dense, tpu; got 'gpu'"):
         plan(target="gpu")

@@ -39,7 +39,7 @@ def test_formats_are_those_of_the_kernels() -> None:
 @pytest.mark.parametrize("kv_format", [*FORMATS, *SEALED_FORMATS])
 def test_store_bytes_equal_layout_and_arrays(kv_format: str, head_dim: int) -> None:
     """Every array by name, and the sum against `layout.nbytes`; head_dim 80 is no multiple of int4's group, and
-    lone rows of scales are padded to two of whole registers, but for 4 heads of 64."""
+    rows of scales are padded to whole registers, but for 4 heads of 64."""
     for heads, options in itertools.product((3, 4), OPTIONS):
         quantised = format_bytes.is_quantised(kv_format)
         given = options if quantised else {k: v for k, v in options.items() if k == "block_size"}
@@ -93,10 +93,10 @@ def test_bytes_per_token_quantised_counts_scales_and_rounds_up() -> None:
     assert ledger.bytes_per_token_per_layer(8, 128, "fp8_e4m3") == 2048 + 2048 // 64 + 16
     assert ledger.bytes_per_token_per_layer(8, 128, "int4") == 1024 + 64 + 4 * 16
     assert ledger.bytes_per_token(10, 8, 128, "int4") == 11_520
-    # Lone rows of 128 numbers, then of 7, take 512 bytes; (36 + 512) / 7 is rounded up.
+    # Lone rows of 128 numbers take 512 bytes, two of 9 and one of 7 too; 1024 / 7 is rounded up.
     assert ledger.bytes_per_token_per_layer(2, 64, "fp8_e4m3") == 256 + 2 * 512 // 64
-    assert ledger.bytes_per_token_per_layer(1, 9, "int8", block_size=7) == 18 + 79
-    assert ledger.bytes_per_token(3, 1, 9, "int8", block_size=7) == 3 * 97
+    assert ledger.bytes_per_token_per_layer(1, 9, "int8", block_size=7) == 18 + 147
+    assert ledger.bytes_per_token(3, 1, 9, "int8", block_size=7) == 3 * 165
     assert ledger.bytes_per_token(3, 8, 128, "bfloat16", block_size=7) == 3 * 4096
     assert format_bytes.open_block_bytes(8, 128, "int8") == 64 * 4096
     assert format_bytes.open_block_bytes(8, 128, "int8", open_format="float32") == 2 * 64 * 4096

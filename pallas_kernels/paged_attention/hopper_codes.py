@@ -118,13 +118,13 @@ class CodeTiles(Tiles):
             )
         for run in range(plan.num_runs):
             token, offset = self.run_of(t, run)
-            width = plan.num_kv_heads * plan.block_size
-            first = (base + self.block_of(token)) * math.prod(layout.value_affine_shape[2:])
+            size = math.prod(layout.value_affine_shape[2:])
+            first = (base + self.block_of(token)) * size
             first += head * plan.block_size + offset
             for group in range(groups):
                 # 128 bytes, the least a copy can be: what follows a short run, or zeros past the pool's end, is not used.
                 plgpu.copy_gmem_to_smem(
-                    refs.value_affine.at[pl.ds(first + group * width, _SLOT)],
+                    refs.value_affine.at[pl.ds(first + group * (size // groups), _SLOT)],
                     refs.value_smem.at[stage, pl.ds((run * groups + group) * _SLOT, _SLOT)],
                     full,
                 )

@@ -128,6 +128,7 @@ FEW_HEADS = {"num_kv_heads": 2, "head_dim": 64}
         pytest.param("v6e", "fp8_e4m3", {"block_size": 32}, marks=LONG),
         pytest.param("v5p", "int4", {"value_group": 128}, marks=LONG),
         pytest.param("v5e", "int8", FEW_HEADS, marks=LONG),
+        pytest.param("v5e", "int8", FEW_HEADS | {"num_kv_heads": 3}, marks=LONG),
         pytest.param(
             "v5e", "fp8_e4m3", FEW_HEADS | {"num_kv_heads": 3, "block_size": 32}, marks=LONG
         ),
