@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import CacheConfig, decode_loop
+from jaxkv.format_bytes import default_block_size
 from jaxkv.sampling import SamplingParams, sampling_state
 from models.qwen import load
 from pallas_kernels.sealed import SEALED_FORMATS
@@ -47,7 +48,7 @@ class Ours:
     def __init__(self, model: Any, total_steps: int, format: str = "float32") -> None:
         self.model = model
         config = self.model.config
-        block_size = SEALED_FORMATS[format].default_block_size if format in SEALED_FORMATS else 16
+        block_size = default_block_size(format)
         blocks = -(-(CONTEXT_LEN + total_steps + 1) // block_size)
         self.cache_config = CacheConfig(
             num_layers=config.num_layers,

@@ -34,11 +34,12 @@ sys.path[:0] = [
 from cuda_target import TARGETS, CudaProgram, compile_for, skip_reason, tool  # noqa: E402
 
 from jaxkv import CacheConfig  # noqa: E402
+from jaxkv.format_bytes import default_block_size  # noqa: E402
 from jaxkv.kv_store import init_store  # noqa: E402
 from pallas_kernels.kv_write.triton import write_kv_triton  # noqa: E402
 from pallas_kernels.layout import BatchView, KVStore  # noqa: E402
 from pallas_kernels.paged_attention.triton import paged_attention_triton  # noqa: E402
-from pallas_kernels.sealed import SEALED_FORMATS, QuantisedStore, SealedStore  # noqa: E402
+from pallas_kernels.sealed import QuantisedStore, SealedStore  # noqa: E402
 
 CONTEXT = 4096
 UNITS = {
@@ -101,7 +102,7 @@ def calls_of(format: str) -> list[Call]:
     """The calls a format is measured on: over codes those of CALLS, each once, with blocks of the format's own size."""
     if format in PLAIN:
         return list(CALLS)
-    size = SEALED_FORMATS[format.removesuffix(FLOAT32_Q)].default_block_size
+    size = default_block_size(format.removesuffix(FLOAT32_Q))
     return list(dict.fromkeys(dataclasses.replace(call, block_size=size) for call in CALLS))
 
 

@@ -43,7 +43,7 @@ WeightsFormatOption = Annotated[
 ]
 BlockSizeOption = Annotated[
     int | None,
-    typer.Option(show_default="16; int8 and int4: 64, fp8_e4m3: 32", help="Tokens a block holds."),
+    typer.Option(show_default="16; quantised: 64", help="Tokens a block holds."),
 ]
 SymmetricKeysOption = Annotated[
     bool | None,

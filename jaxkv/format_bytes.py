@@ -17,7 +17,8 @@ from numbers import Integral
 SCALE_BITS = 16
 OPEN_FORMAT = "bfloat16"
 DEFAULT_BLOCK_SIZE = 16
-_HALVED = 256  # numbers; see `_affine_array`
+DEFAULT_SEALED_BLOCK_SIZE = 64
+_TPU_LANES = 128  # see `_affine_array`
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,11 @@ class QuantisedFormat:
 
     Attributes:
       code_bits: bits of one code.
-      default_block_size: tokens that share a scale of K, unless another block size is asked for.
       has_centres: K is asymmetric unless asked otherwise: a centre beside every scale.
       default_value_group: channels of V that share a scale, where they divide head_dim; None means the whole head.
     """
 
     code_bits: int
-    default_block_size: int
     has_centres: bool
     default_value_group: int | None = None
 
@@ -71,9 +70,9 @@ KV_FORMATS: dict[str, ElementFormat] = {
     "bfloat16": ElementFormat(element_bits=16),
 }
 QUANTISED_FORMATS: dict[str, QuantisedFormat] = {
-    "int8": QuantisedFormat(8, default_block_size=64, has_centres=True),
-    "fp8_e4m3": QuantisedFormat(8, default_block_size=32, has_centres=False),
-    "int4": QuantisedFormat(4, default_block_size=64, has_centres=True, default_value_group=32),
+    "int8": QuantisedFormat(8, has_centres=True),
+    "fp8_e4m3": QuantisedFormat(8, has_centres=False),
+    "int4": QuantisedFormat(4, has_centres=True, default_value_group=32),
 }
 
 
@@ -112,13 +111,11 @@ def is_quantised(kv_format: str) -> bool:
 
 
 def default_block_size(kv_format: str) -> int:
-    """Returns the block size a format is used with unless another is asked for: 16 without scales.
+    """Returns the block size a format is used with unless another is asked for: 16, or 64 where its tokens share scales.
 
     Raises: ValueError as `is_quantised`.
     """
-    if is_quantised(kv_format):
-        return QUANTISED_FORMATS[kv_format].default_block_size
-    return DEFAULT_BLOCK_SIZE
+    return DEFAULT_SEALED_BLOCK_SIZE if is_quantised(kv_format) else DEFAULT_BLOCK_SIZE
 
 
 def default_value_group(kv_format: str, head_dim: int) -> int:
@@ -179,8 +176,8 @@ def block_arrays(
     """Returns the arrays of one block in one layer by name, of a sealed block for quantised formats::
 
         codes         [H, B * code_bits / 8, 2 * D]   bytes; elements [H, B, 2 * D] where there are no scales
-        key_affine    [1, or 2 with centres, H * D]   bfloat16; a lone row of a multiple of 256 numbers
-        value_affine  [D / value_group, H * B]        as two of half the width
+        key_affine    [1, or 2 with centres, H * D]   bfloat16; rows padded to multiples of 128
+        value_affine  [D / value_group, H * B]        numbers, a lone row first cut into two
 
     Args:
       num_kv_heads, head_dim: H and D.
@@ -216,10 +213,10 @@ def block_arrays(
 
 
 def _affine_array(rows: int, width: int) -> BlockArray:
-    """Returns rows of scales or centres; a lone row that fills two of whole TPU registers is stored as these."""
-    if rows == 1 and width % _HALVED == 0:
-        rows, width = 2, width // 2
-    return BlockArray((rows, width), SCALE_BITS)
+    """Returns rows of scales or centres; they fill whole TPU registers, and a lone row is stored as two."""
+    if rows == 1:
+        rows, width = 2, -(-width // 2)
+    return BlockArray((rows, -(-width // _TPU_LANES) * _TPU_LANES), SCALE_BITS)
 
 
 def block_bytes(

@@ -14,11 +14,13 @@ Sealed arrays, all with the pool's block ids::
     key_affine    [layer, block, key rows, kv_head * head_dim]           K: scale (and centre) per channel of the block
     value_affine  [layer, block, groups, kv_head * block_size]           V: scale per token and group of channels
 
-A lone row of a multiple of 256 numbers is stored as two rows, its halves: of an array with one row a block XLA:TPU puts the blocks
-of a layer side by side into tiles, and copies all of it, padded, for a kernel that copies blocks.
+Affine rows fill whole TPU registers, zeros behind their end, and a lone row is stored as two: 64 numbers as [2, 128], 320 as
+[2, 256].  Of an array with one row a block, or with rows of other widths, XLA:TPU puts the blocks of a layer side by side into tiles,
+and copies all of it, padded, for a kernel that copies blocks.
 
 Invariants:
-  * Every array counts in `nbytes`; the affine arrays are bfloat16, heads side by side, so that no axis of a few entries is padded.
+  * Every array counts in `nbytes`, zeros too; the affine arrays are bfloat16, heads side by side.
+  * Flat, a block's affine array is its rows in equal shares, each from the start of its own; nothing reads the zeros.
   * Reading is `quantiser.dequantize_groups` with these arrays; kernels fold the scales into q and into the probabilities.
   * The first and last `num_wide_layers` layers are not quantised: they live in `wide`, a `KVStore` with the same block ids.
 """
@@ -39,7 +41,7 @@ from pallas_kernels.layout import KVLayout, KVStore
 
 Array = jax.Array
 
-_HALVED = 256  # numbers: two rows of whole TPU registers, of 128 lanes
+_LANES = 128  # numbers of a TPU register
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,20 +51,18 @@ class SealedFormat:
     Attributes:
       name: the format's public name.
       bits: per element.
-      default_block_size: what the format is tuned for; a K scale is shared by that many tokens.
       is_float: codes are float8_e4m3fn, and there are no centres.
     """
 
     name: str
     bits: int
-    default_block_size: int
     is_float: bool = False
 
 
 SEALED_FORMATS: dict[str, SealedFormat] = {
-    "int8": SealedFormat("int8", 8, 64),
-    "fp8_e4m3": SealedFormat("fp8_e4m3", 8, 32, is_float=True),
-    "int4": SealedFormat("int4", 4, 64),
+    "int8": SealedFormat("int8", 8),
+    "fp8_e4m3": SealedFormat("fp8_e4m3", 8, is_float=True),
+    "int4": SealedFormat("int4", 4),
 }
 
 
@@ -128,9 +128,9 @@ class SealedLayout:
         return self._affine_shape(self.num_value_groups, self.num_kv_heads * self.block_size)
 
     def _affine_shape(self, rows: int, width: int) -> tuple[int, int, int, int]:
-        if rows == 1 and width % _HALVED == 0:
-            rows, width = 2, width // 2
-        return self.num_layers, self.num_blocks, rows, width
+        if rows == 1:
+            rows, width = 2, -(-width // 2)
+        return self.num_layers, self.num_blocks, rows, -(-width // _LANES) * _LANES
 
     @property
     def nbytes(self) -> int:
@@ -162,8 +162,8 @@ class SealedStore:
 
     Attributes:
       codes: layout.codes_dtype[layer, block, kv_head, row, 2 * head_dim].
-      key_affine: layout.affine_dtype[layer, block, key row, kv_head * head_dim], or as `key_affine_shape` halves it.
-      value_affine: layout.affine_dtype[layer, block, group, kv_head * block_size], or as `value_affine_shape` halves it.
+      key_affine: layout.affine_dtype[layer, block, key row, kv_head * head_dim], padded as `key_affine_shape` says.
+      value_affine: layout.affine_dtype[layer, block, group, kv_head * block_size], padded as `value_affine_shape` says.
       layout: static description.
     """
 
@@ -287,12 +287,8 @@ def seal(layout: SealedLayout, kv: Array) -> SealedBlocks:
     value_affine = value.scale[..., 0].transpose(0, 3, 1, 2)
     return SealedBlocks(
         codes=_to_bits(codes, layout.codes_dtype),
-        key_affine=_to_bits(
-            key_affine.reshape(n, *layout.key_affine_shape[2:]), layout.affine_dtype
-        ),
-        value_affine=_to_bits(
-            value_affine.reshape(n, *layout.value_affine_shape[2:]), layout.affine_dtype
-        ),
+        key_affine=_stored(layout, key_affine, layout.key_affine_shape),
+        value_affine=_stored(layout, value_affine, layout.value_affine_shape),
     )
 
 
@@ -306,14 +302,28 @@ def unseal(layout: SealedLayout, blocks: SealedBlocks) -> tuple[Array, Array]:
     elif codes.dtype == jnp.uint8:
         codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     codes = codes.astype(jnp.float32)
-    affine = bfloat16_values(blocks.key_affine).reshape(*lead, -1, heads, 1, dim)
+    affine = _rows(blocks.key_affine, layout.num_key_rows, heads, 1, dim)
     scale = affine[..., 0, :, :, :]
     keys = codes[..., :dim]
     keys = keys * scale if layout.symmetric_keys else (keys + 0.5) * scale + affine[..., 1, :, :, :]
-    scales = bfloat16_values(blocks.value_affine).reshape(*lead, -1, heads, tokens)
+    scales = _rows(blocks.value_affine, layout.num_value_groups, heads, tokens)
     scales = jnp.moveaxis(scales, -3, -1)[..., None]  # [..., kv_head, token, group, 1]
     values = codes[..., dim:].reshape(*lead, heads, tokens, -1, layout.value_group) * scales
     return keys, values.reshape(keys.shape)
+
+
+def _stored(layout: SealedLayout, x: Array, shape: tuple[int, ...]) -> Array:
+    """Returns rows bf16[n, row, ...] as the affine array of `shape` holds n blocks."""
+    x = x.reshape(*x.shape[:2], -1)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, math.prod(shape[2:]) // x.shape[1] - x.shape[2])))
+    return _to_bits(x.reshape(-1, *shape[2:]), layout.affine_dtype)
+
+
+def _rows(x: Array, *shape: int) -> Array:
+    """Returns the rows of an affine array [..., row, width] as f32[..., *shape], shape[0] of them."""
+    lead = x.shape[:-2]
+    x = x.reshape(*lead, shape[0], -1)[..., : math.prod(shape[1:])]
+    return bfloat16_values(x).reshape(*lead, *shape)
 
 
 def _to_bits(x: Array, dtype: np.dtype) -> Array:

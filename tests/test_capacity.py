@@ -200,13 +200,13 @@ def test_plan_quantised_counts_an_open_block_for_each_sequence(
 
 
 def test_plan_quantised_holds_more_and_is_json() -> None:
-    """Qwen2.5-0.5B in 16 GiB at 2,048 tokens: 12,288 bytes a token against 6,432, 6,432 and 3,456."""
+    """Qwen2.5-0.5B in 16 GiB at 2,048 tokens: 12,288 bytes a token against 6,528, 6,528 and 3,456."""
     plans = {name: plan(kv_format=name) for name in ("bfloat16", *format_bytes.QUANTISED_FORMATS)}
-    assert [p.bytes_per_token for p in plans.values()] == [12_288, 6_432, 6_432, 3_456]
+    assert [p.bytes_per_token for p in plans.values()] == [12_288, 6_528, 6_528, 3_456]
     gain = {name: p.num_tokens / plans["bfloat16"].num_tokens for name, p in plans.items()}
-    # One open block beside 32 sealed ones (64 for fp8_e4m3) costs some of what the codes save.
-    assert gain["int8"] == pytest.approx(2048 * 12_288 / (2048 * 6432 + 64 * 12_288), rel=1e-3)
-    assert gain["fp8_e4m3"] == pytest.approx(2048 * 12_288 / (2048 * 6432 + 32 * 12_288), rel=1e-3)
+    # One open block beside 32 sealed ones costs some of what the codes save.
+    for name in ("int8", "fp8_e4m3"):
+        assert gain[name] == pytest.approx(2048 * 12_288 / (2048 * 6528 + 64 * 12_288), rel=1e-3)
     assert gain["int4"] == pytest.approx(2048 * 12_288 / (2048 * 3456 + 64 * 12_288), rel=1e-3)
     made = plans["int4"]
     assert json.loads(json.dumps(made.to_dict())) == made.to_dict()
@@ -214,10 +214,11 @@ def test_plan_quantised_holds_more_and_is_json() -> None:
     series = kv_series(QWEN_05B, [2048], num_sequences=3, kv_format="int4")
     assert series.kv_bytes == (3 * (2048 * 3456 + 64 * 12_288),)
     assert made.kv_to_weights == (made.pool_bytes + made.open_bytes) / made.weights_bytes
+    # Scales of one head take what those of two heads take: two rows of 128 numbers for K and for V.
     half = plan(kv_format="int8", tensor_parallel=2)
-    assert 2 * half.block_bytes == plans["int8"].block_bytes
+    assert 2 * half.block_bytes == plans["int8"].block_bytes + 24 * 1024
     assert half.open_block_bytes == 64 * 12_288 // 2
-    assert plan(kv_format="int8", block_size=32).bytes_per_token == 24 * 2 * (128 + 8 + 2)
+    assert plan(kv_format="int8", block_size=32).bytes_per_token == 24 * (2 * (128 + 8) + 512 // 32)
 
 
 def test_plan_large_quantised_pool_warns_by_its_codes() -> None:
@@ -292,11 +293,17 @@ def test_plan_tpu_narrow_rows_count_padding() -> None:
     assert tpu.block_bytes == dense.block_bytes * 256 // 160
     assert any("pool: 16 rows by width 160 do not fill whole" in text for text in tpu.warnings)
     assert plan(target="tpu").block_bytes == plan().block_bytes
-    # Of int8, V's scales (one row a block) take twice their bytes; codes and K's rows fill their tiles.
-    dense, tpu = (plan(kv_format="int8", target=t) for t in ("dense", "tpu"))
-    assert tpu.block_bytes == dense.block_bytes + 24 * 2 * 64 * 2
+    # Of int4 with three groups V's three rows take those of four; codes of whole lanes and K's rows fill their tiles.
+    odd = {"kv_format": "int4", "model_weights_bytes": 0}
+    dense, tpu = (
+        plan(model_shape(2, 8, 2, 192), **odd, kv_options=KVOptions(value_group=64), target=t)
+        for t in ("dense", "tpu")
+    )
+    assert tpu.block_bytes == dense.block_bytes + 2 * 128 * 2
     assert tpu.open_block_bytes == dense.open_block_bytes
-    assert any("value_affine: 1 rows by width 128" in text for text in tpu.warnings)
+    padded = [text.split(" do not")[0] for text in tpu.warnings if "whole TPU tiles" in text]
+    assert padded == ["value_affine: 3 rows by width 128"]
+    assert plan(kv_format="int8", target="tpu").block_bytes == plan(kv_format="int8").block_bytes
     with pytest.raises(ValueError, match="target: expected one of dense, tpu; got 'gpu'"):
         plan(target="gpu")
 

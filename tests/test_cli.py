@@ -186,14 +186,15 @@ def test_generate_quantised_format_brings_its_block_size_and_counts_open_blocks(
     assert len(answer["completions"][0]["tokens"]) == 61
     assert (stats["kv_format"], stats["block_size"], stats["num_blocks"]) == ("int4", 64, 2)
     assert stats["kv_open_bytes"] == 2 * 2 * 64 * 16 * 2  # layers, heads, tokens, K and V, bfloat16
-    sealed = 2 * 2 * (64 * 16 // 2 + 8 * 2 + 2 * 64 * 2)  # codes; K scale; two V scales
+    # Codes and two V scales of each head; the lone row of K scales, padded.
+    sealed = 2 * (2 * (64 * 16 // 2 + 2 * 64 * 2) + 2 * 128 * 2)
     assert stats["kv_bytes"] == stats["num_blocks"] * sealed + stats["kv_open_bytes"]
 
 
 @pytest.mark.parametrize("kv_format", ["float32", "int8", "fp8_e4m3", "int4"])
 def test_cache_config_block_size_comes_from_the_format(kv_format: str) -> None:
     config = cli_generate.cache_config(CONFIG, [9], 120, RunOptions(kv_format=kv_format))
-    assert config.block_size == {"float32": 16, "fp8_e4m3": 32}.get(kv_format, 64)
+    assert config.block_size == (16 if kv_format == "float32" else 64)
     assert config.num_blocks == -(-128 // config.block_size)
 
 
@@ -377,7 +378,7 @@ def test_plan_folder_and_numbers_agree(config_json: str) -> None:
 
 @pytest.mark.parametrize(
     ("kv_format", "size", "per_token"),
-    [("int8", 64, 268), ("fp8_e4m3", 32, 268), ("int4", 64, 144), ("float16", 16, 512)],
+    [("int8", 64, 272), ("fp8_e4m3", 64, 272), ("int4", 64, 144), ("float16", 16, 512)],
 )
 def test_plan_accounts_every_format(
     config_json: str, kv_format: str, size: int, per_token: int
@@ -400,12 +401,12 @@ def test_plan_accounts_every_format(
 
 
 def test_plan_counts_the_options_of_quantised_formats(config_json: str) -> None:
-    """int4 by hand, 2 kv heads of 64: 128 bytes of codes, 4 of K's scales without centres, 4 of V's; 4 wide layers."""
+    """int4 by hand, 2 kv heads of 64: 128 bytes of codes; K's scales without centres and V's are padded to 8 each; 4 wide layers."""
     args = ["plan", config_json, "--context", "2048", "--memory", "8GiB", "--kv-format", "int4"]
     args += ["--symmetric-keys", "--value-group", "64", "--num-wide-layers", "2"]
     answer = json.loads(run(*args, "--json").stdout)
-    per_token = 20 * (128 + 4 + 4) + 4 * 512
-    assert answer["bytes_per_token_per_layer"] == 136
+    per_token = 20 * (128 + 8 + 8) + 4 * 512
+    assert answer["bytes_per_token_per_layer"] == 144
     assert answer["sequence_bytes"] == answer["capacity"]["sequence_bytes"] == 2048 * per_token
     assert answer["open_block_bytes"] == 20 * 64 * 512
     assert answer["capacity"]["block_bytes"] == 64 * per_token

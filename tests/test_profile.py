@@ -90,7 +90,7 @@ def test_profile_on_tpu_adds_the_padding(format: str, padded_rows: int, itemsize
 
 
 def test_profile_of_codes_on_tpu_adds_the_padding() -> None:
-    """int4, 2 heads of 32, blocks of 8: codes [2, 4, 64], K's affine [2, 64], V's [1, 16], open [2, 8, 64]."""
+    """int4, 2 heads of 32, blocks of 8: codes [2, 4, 64], K's affine [2, 128], V's [2, 128], open [2, 8, 64]."""
     config = _config("int4", head_dim=32, block_size=8)
     profile = memory_profile(init_cache(config), platform="tpu")
     sealed = 2 * 4 * 128 + 2 * 128 * 2 + 2 * 128 * 2

@@ -24,6 +24,7 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -55,10 +56,10 @@ def code_operands(store: SealedStore) -> dict[str, Array]:
         return lax.bitcast_convert_type(x, dtype).reshape(shape)
 
     rows, width = layout.codes_shape[-2:]
-    key_shape = layout.num_key_rows, layout.num_kv_heads * layout.head_dim
+    key_width = math.prod(layout.key_affine_shape[2:]) // layout.num_key_rows
     return {
         "kv": view(store.codes, number, -1, rows, width),
-        "key_affine": view(store.key_affine, jnp.bfloat16, -1, *key_shape),
+        "key_affine": view(store.key_affine, jnp.bfloat16, -1, layout.num_key_rows, key_width),
         "value_affine": view(store.value_affine, jnp.bfloat16, -1),
     }
 
@@ -117,13 +118,13 @@ class CodeTiles(Tiles):
             )
         for run in range(plan.num_runs):
             token, offset = self.run_of(t, run)
-            width = plan.num_kv_heads * plan.block_size
-            first = (base + self.block_of(token)) * (groups * width)
+            size = math.prod(layout.value_affine_shape[2:])
+            first = (base + self.block_of(token)) * size
             first += head * plan.block_size + offset
             for group in range(groups):
                 # 128 bytes, the least a copy can be: what follows a short run, or zeros past the pool's end, is not used.
                 plgpu.copy_gmem_to_smem(
-                    refs.value_affine.at[pl.ds(first + group * width, _SLOT)],
+                    refs.value_affine.at[pl.ds(first + group * (size // groups), _SLOT)],
                     refs.value_smem.at[stage, pl.ds((run * groups + group) * _SLOT, _SLOT)],
                     full,
                 )

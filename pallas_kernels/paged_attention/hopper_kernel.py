@@ -77,8 +77,8 @@ class Refs:
     soft_cap: Any = None  # f32[1]
     window: Any = None  # i32[1]
     # of sealed blocks only; sizes in `hopper_codes`
-    key_affine: Any = None  # bf16[layer * block, key row, kv_head * head_dim]
-    value_affine: Any = None  # bf16[layer * block * group * kv_head * block_size]
+    key_affine: Any = None  # bf16[layer * block, key row, kv_head * head_dim, or more]
+    value_affine: Any = None  # bf16[layer * block * group * kv_head * block_size, or more a block]
     key_smem: Any = None  # bf16[stage, run, key row, head_dim]
     value_smem: Any = None  # bf16[stage, run * group * 64]
     tile_smem: Any = None  # [token, 2 * head_dim], codes as numbers

@@ -164,7 +164,7 @@ class CodeChunks:
     ) -> Array:
         """Returns f32[block, 1, width]: entries start : start + width of one of the num_rows rows of buffers[index].
 
-        A row may lie in halves (see `sealed`), and an odd head in the middle then in both.
+        A lone row lies in two pieces (see `sealed`), and an odd head in the middle then in both.
         """
         buffer, parts = self.buffers[index], []
         pieces, lanes = buffer.shape[2] // num_rows, buffer.shape[3]
@@ -190,8 +190,8 @@ def code_kernel(
     floats_ref,  # SMEM f32[2]: scale, soft cap
     q_ref,  # VMEM compute_dtype[kv_head, query, key_width]
     codes_ref,  # HBM codes[layer, block, kv_head, row, 2 * head_dim]
-    key_affine_ref,  # HBM bf16[layer, block, key row, kv_head * head_dim], a lone row in halves
-    value_affine_ref,  # HBM bf16[layer, block, group, kv_head * block_size], a lone row in halves
+    key_affine_ref,  # HBM bf16[layer, block, key row, kv_head * head_dim], a lone row in two
+    value_affine_ref,  # HBM bf16[layer, block, group, kv_head * block_size], a lone row in two
     # out
     out_ref,  # VMEM [kv_head, query, head_dim]
     lse_ref,  # VMEM f32[kv_head, 1, lse_width]

@@ -134,7 +134,7 @@ def code_operands(store: SealedStore) -> tuple[Array, Array, Array]:
     """Returns codes u16[layer, block, kv_head, row, head_dim], key_affine, value_affine: what the kernel takes.
 
     Two codes a word: Pallas computes offsets in 32 bits up to 4 GiB, which overflow past 2 GiB if an element is a byte.  XLA
-    makes the views without a copy, also that of a lone affine row stored in halves.
+    makes the views without a copy, also that of a lone affine row stored as two, with the padding behind it.
     """
     layout = store.layout
     codes = store.codes.reshape(*store.codes.shape[:-1], -1, 2)
@@ -152,8 +152,8 @@ def attend_codes(
     # in
     q_ref: Any,  # q_dtype[row, q_pos, q_head, head_dim]
     codes_ref: Any,  # u16[layer, block, kv_head, row, head_dim]: K pairs, then V pairs
-    key_affine_ref: Any,  # bf16 or bits[layer, block, key row, kv_head * head_dim]
-    value_affine_ref: Any,  # bf16 or bits[layer, block, group, kv_head * block_size]
+    key_affine_ref: Any,  # bf16 or bits[layer, block, key row, kv_head * head_dim, or more]
+    value_affine_ref: Any,  # bf16 or bits[layer, block, group, kv_head * block_size, or more]
     layer_ref: Any,  # i32[]
     tables_ref: Any,  # i32[row, column]
     kv_lens_ref: Any,  # i32[row]

@@ -13,9 +13,10 @@ def read_block(sealed, layer: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     layout = sealed.layout
     heads, tokens, dim = layout.num_kv_heads, layout.block_size, layout.head_dim
     codes = np.asarray(sealed.codes)[layer, block]
-    # However an array is shaped, its rows follow one another.
-    key_affine = _bfloat16(sealed.key_affine)[layer, block].reshape(-1, heads * dim)
-    value_affine = _bfloat16(sealed.value_affine)[layer, block].reshape(-1, heads * tokens)
+    key_affine = _rows(sealed.key_affine[layer, block], layout.num_key_rows, heads * dim)
+    value_affine = _rows(
+        sealed.value_affine[layer, block], dim // layout.value_group, heads * tokens
+    )
     k, v = np.zeros((heads, tokens, dim)), np.zeros((heads, tokens, dim))
     for head in range(heads):
         for token in range(tokens):
@@ -46,9 +47,11 @@ def _code(name: str, codes: np.ndarray, token: int, column: int, tokens: int) ->
     return float(nibble - 16 if nibble > 7 else nibble)
 
 
-def _bfloat16(x) -> np.ndarray:
-    x = np.asarray(x)
-    return (x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x).astype(np.float64)
+def _rows(x, num_rows: int, width: int) -> np.ndarray:
+    """Returns a block's scales as whole rows: however the array is shaped, they have equal shares of it, padding behind."""
+    x = np.asarray(x).reshape(-1)
+    x = (x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x).astype(np.float64)
+    return x.reshape(num_rows, -1)[:, :width]
 
 
 def quantised_attention_oracle(
