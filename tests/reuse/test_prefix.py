@@ -152,6 +152,17 @@ def test_match_parent_reused_with_other_tokens_does_not_lead_to_its_old_children
     assert index.match((0, [2] * 4 + [1] * 5)) == [[4]]
 
 
+def test_insert_of_a_findable_block_under_other_tokens_moves_it(index: Index) -> None:
+    """Its old name and what stood behind it are gone, as if it had been removed first; its way is free again."""
+    index.learn((0, [1] * 8, [4, 5]))
+    assert index.insert((0, [2] * 4, [4])) == [[4]]
+    index.known = {(0, (2,) * 4): 4}
+    assert index.match((0, [1] * 9), (0, [2] * 4 + [1] * 5)) == [[], [4]]
+    places = index.index.places(jnp.arange(CONFIG.num_blocks, dtype=jnp.int32))
+    ids = index.index.table.unpacked()[:, : prefix.WAYS].reshape(-1)
+    assert np.flatnonzero(ids == 4).tolist() == [int(places[4])]
+
+
 def test_insert_equal_prefixes_share_the_first_block(index: Index) -> None:
     """Two rows of one call write the same prompt; a third shares its beginning."""
     index.learn((0, [1] * 8, [0, 1]), (0, [1] * 8, [2, 3]), (0, [1] * 4 + [7] * 8, [4, 5, 6]))
