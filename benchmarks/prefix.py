@@ -2,8 +2,8 @@
 
 What reuse saves a real model is measured by shared_prompt.py.
 
-Runs on one thread unless PJRT_NPROC says otherwise: with more, XLA:CPU splits every kernel that has a large operand between
-them, however little of it the kernel reads, and each split costs some 10 us.
+With more than one thread XLA:CPU splits every kernel that has a large operand between them, however little of it the kernel
+reads, and each split costs some 10 us; PJRT_NPROC=1 measures without that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("PJRT_NPROC", "1")
 
 import harness
 import jax

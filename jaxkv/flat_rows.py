@@ -3,8 +3,7 @@
     words   [ row 0, padding | row 1, padding | ... ]      stride words each
 
 An i32[n, k] with small k costs up to 128 / k times its bytes on a TPU, which pads the last axis to 128 lanes; the flat
-array has no such axis.  On a CPU, rows whose stride divides a cache line (or is a multiple of it) cost one miss where
-packed ones cost two.
+array has no such axis.  Strides divide a cache line or are multiples of it, so no row lies on one line more than it must.
 """
 
 from __future__ import annotations

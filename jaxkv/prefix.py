@@ -6,7 +6,7 @@ namespace.  A set-associative table leads from a hash of the whole prefix to a f
     table    a row a set      ids of blocks, NO_BLOCK where the way is empty; then their hashes, a filter
     records  a row a block    what it holds, what it stands behind, and where the table has it
 
-What is read together lies together: on a large pool every array that a lookup touches costs a miss of its own.
+What is read together lies together: every array of the pool that a lookup touches costs a kernel, and a miss, of its own.
 
 Invariants:
   * A hit is exact: tokens, namespace, parent and the parent's generation are all compared.  The hash decides
