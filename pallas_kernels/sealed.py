@@ -294,22 +294,35 @@ def seal(layout: SealedLayout, kv: Array) -> SealedBlocks:
 
 def unseal(layout: SealedLayout, blocks: SealedBlocks) -> tuple[Array, Array]:
     """Returns K and V f32[..., kv_head, block_size, head_dim] of sealed blocks [...]; inverse of `seal` up to its steps."""
-    lead = blocks.codes.shape[:-3]
-    heads, tokens, dim = layout.num_kv_heads, layout.block_size, layout.head_dim
-    codes = blocks.codes
+    dim = layout.head_dim
+    keys = unseal_keys(layout, blocks.codes[..., :dim], blocks.key_affine)
+    return keys, unseal_values(layout, blocks.codes[..., dim:], blocks.value_affine)
+
+
+def unseal_keys(layout: SealedLayout, codes: Array, affine: Array) -> Array:
+    """Returns K f32[..., kv_head, block_size, head_dim] of the K half of `SealedBlocks.codes`, and `.key_affine`."""
+    keys = _code_values(layout, codes)
+    affine = _rows(affine, layout.num_key_rows, layout.num_kv_heads, 1, layout.head_dim)
+    scale = affine[..., 0, :, :, :]
+    return keys * scale if layout.symmetric_keys else (keys + 0.5) * scale + affine[..., 1, :, :, :]
+
+
+def unseal_values(layout: SealedLayout, codes: Array, affine: Array) -> Array:
+    """Returns V f32[..., kv_head, block_size, head_dim] of the V half of `SealedBlocks.codes`, and `.value_affine`."""
+    values = _code_values(layout, codes)
+    scales = _rows(affine, layout.num_value_groups, layout.num_kv_heads, layout.block_size)
+    scales = jnp.moveaxis(scales, -3, -1)[..., None]  # [..., kv_head, token, group, 1]
+    groups = values.reshape(*values.shape[:-1], -1, layout.value_group)
+    return (groups * scales).reshape(values.shape)
+
+
+def _code_values(layout: SealedLayout, codes: Array) -> Array:
+    """Returns codes of blocks as f32[..., kv_head, block_size, n]."""
     if layout.format.bits < 8:
         codes = quantiser.unpack_nibbles(codes, axis=-2)
     elif codes.dtype == jnp.uint8:
         codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
-    codes = codes.astype(jnp.float32)
-    affine = _rows(blocks.key_affine, layout.num_key_rows, heads, 1, dim)
-    scale = affine[..., 0, :, :, :]
-    keys = codes[..., :dim]
-    keys = keys * scale if layout.symmetric_keys else (keys + 0.5) * scale + affine[..., 1, :, :, :]
-    scales = _rows(blocks.value_affine, layout.num_value_groups, heads, tokens)
-    scales = jnp.moveaxis(scales, -3, -1)[..., None]  # [..., kv_head, token, group, 1]
-    values = codes[..., dim:].reshape(*lead, heads, tokens, -1, layout.value_group) * scales
-    return keys, values.reshape(keys.shape)
+    return codes.astype(jnp.float32)
 
 
 def _stored(layout: SealedLayout, x: Array, shape: tuple[int, ...]) -> Array:

@@ -18,6 +18,7 @@ from oracles.attention import TOLERANCES, paged_attention_oracle, worst_row_erro
 from pallas_kernels.layout import BatchView, KVLayout, KVStore, encode, kv_format
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.shapes import CASES, Case, Inputs, make_inputs
+from pallas_kernels.paged_attention.xla import _items
 
 IMPLEMENTATIONS = ("xla", "reference")
 both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -142,6 +143,36 @@ def test_attention_random_lengths_match_oracle(
     want, want_lse = oracle(case, inputs)
     assert worst_row_error(out, want) <= TOLERANCES["float32"]
     np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("window", "first", "num_chunks"),
+    [(None, [0] * 5, [0, 1, 10, 3, 0]), (40, [0, 0, 8, 0, 0], [0, 1, 2, 3, 0])],
+)
+def test_xla_reads_no_chunk_that_no_query_of_its_row_sees(
+    window: int | None, first: list[int], num_chunks: list[int]
+) -> None:
+    """Lengths 0, 5, 300, 65 and 70 (no query), chunks of 2 blocks of 16; the third row sees keys 260 to 299 of 300."""
+    layout = KVLayout(1, 64, 1, 16, 8, kv_format("float32"), as_bits=False)
+    store = KVStore(jnp.zeros(layout.shape), layout)
+    kv_lens = jnp.array([0, 5, 300, 65, 70], jnp.int32)
+    q_lens = jnp.array([0, 1, 1, 1, 0], jnp.int32)
+    view = BatchView(
+        block_tables=jnp.arange(5 * 19, dtype=jnp.int32).reshape(5, 19) % 64,
+        kv_lens=kv_lens,
+        q_lens=q_lens,
+        positions=jnp.maximum(kv_lens - q_lens, 0)[:, None],
+        open_ids=None,
+    )
+    query_end = jnp.where(q_lens > 0, kv_lens - 1, -1)[:, None]
+    items = _items(store, view, query_end, 2, window)
+    assert items.num_chunks.tolist() == num_chunks
+    assert [f for f, n in zip(items.first.tolist(), num_chunks, strict=True) if n] == [
+        f for f, n in zip(first, num_chunks, strict=True) if n
+    ]
+    assert int(items.end[-1]) == sum(num_chunks)
+    assert items.tables.shape == (5, 20)
+    assert items.tables[1].tolist() == [19] * 20  # one block, again and again
 
 
 # Which keys are seen ----------------------------------------------------------------------------------
