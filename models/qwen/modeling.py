@@ -9,7 +9,8 @@ Invariants:
   * The stack has two homes for its matrices: one array for all layers, or (`Qwen.spread`) one array a layer.
     XLA:CPU copies a layer's slice out of a stack before it multiplies; a step of SmolLM2 then moves its weights
     three times (57.9 ms for the MLPs of 30 layers, 38.1 ms spread, 8 rows, same run).  Spread matrices are
-    [out, in] and stand on the left (`_times`): with few rows 10.1 ms for 113 MB, the other way round 15.8 ms.
+    [out, in], and the left operand where rows are few (`_times`): 10.1 ms for 113 MB with 8 rows, the other way round
+    15.8 ms; but 256 tokens of a prompt take 597 ms with the matrices left, 467 right.
   * Norms and rotation are float32, matmul results have the dtype of the weights, logits are float32.
   * The module is a pytree: pass it to `jax.jit` as an argument, so that weights are not constants of the program.
 """
@@ -28,6 +29,8 @@ from jax.typing import DTypeLike
 
 from models.qwen.config import QwenConfig
 from models.qwen.rope import cos_sin, rotate
+
+FEW_ROWS = 16  # of activations: up to here a product is bound by reading its matrix
 from pallas_kernels.cached_attention import Store, cached_attention
 from pallas_kernels.layout import BatchView
 
@@ -307,10 +310,15 @@ def layer_windows(config: QwenConfig) -> Array | None:
 
 
 def _times(matrix: Array, h: Array, dtype: DTypeLike | None = None) -> Array:
-    """Returns matrix[out, in] times h[..., in], as dtype[..., out]; the matrix is the left operand.
+    """Returns matrix[out, in] times h[..., in], as dtype[..., out].
 
-    The barrier keeps the compiler from swapping the operands back while it folds the transpose.
+    For a few rows the matrix is the left operand; the barrier keeps the compiler from swapping the operands back while
+    it folds the transpose.
     """
+    if h.size > FEW_ROWS * h.shape[-1]:
+        return jax.lax.dot_general(
+            h, matrix, (((h.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype
+        )
     out = jax.lax.dot_general(
         matrix, h, (((1,), (h.ndim - 1,)), ((), ())), preferred_element_type=dtype
     )
