@@ -29,12 +29,11 @@ from jax.typing import DTypeLike
 
 from models.qwen.config import QwenConfig
 from models.qwen.rope import cos_sin, rotate
-
-FEW_ROWS = 16  # of activations: up to here a product is bound by reading its matrix
 from pallas_kernels.cached_attention import Store, cached_attention
 from pallas_kernels.layout import BatchView
 
 Array = jax.Array
+FEW_ROWS = 16  # of activations: up to here a product is bound by reading its matrix
 Carry = TypeVar("Carry")
 Window = Array | int | None
 Attend = Callable[[Carry, Array, Array, Array, Array, Window], tuple[Array, Carry]]
