@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from xla_flags import quick_flags
+from xla_flags import LEVEL, old_emitters
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Interpreted GPU kernels wait for each other inside callbacks, each on a thread of XLA:CPU: with two they wait forever.
@@ -18,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # ask for `SHIPPED` ones.  Tests that run the real model, or compile for an accelerator, ask for all of it.
 # Workers of xdist do not see the arguments; they inherit what the first process decided.
 if "PYTEST_XDIST_WORKER" not in os.environ and "--realmodel" not in sys.argv:
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags()}".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {LEVEL}".strip()
 
 import functools
 import gc
@@ -29,6 +29,9 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if LEVEL in os.environ.get("XLA_FLAGS", ""):
+    with old_emitters():
+        jax.jit(lambda x: x).lower(0.0).compile()
 
 
 # Markers of tests that only run when asked for, and why; the run's summary prints what was left out.
