@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.block_pool import BlockPool
@@ -110,7 +109,7 @@ def _broken_reuse(
     broken += _broken_tree(config, reuse)
 
     table = np.asarray(reuse.index.table.unpacked())[:, :WAYS].reshape(-1)
-    place = np.asarray(reuse.index.places(jnp.arange(config.num_blocks, dtype=jnp.int32)))
+    place = np.asarray(reuse.index.all_places)
     entered = np.full(table.size, config.no_block)
     findable = np.flatnonzero(place < table.size)
     entered[place[findable]] = findable

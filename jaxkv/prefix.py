@@ -67,9 +67,14 @@ class PrefixIndex:
         return _links(self, ids).place
 
     @property
+    def all_places(self) -> Array:
+        """i32[block], the places of all blocks."""
+        return self.records.unpacked()[:, _PLACE]
+
+    @property
     def findable(self) -> Array:
         """bool[block]."""
-        return self.records.unpacked()[:, _PLACE] < self.num_places
+        return self.all_places < self.num_places
 
 
 def init_index(config: CacheConfig) -> PrefixIndex:

@@ -7,16 +7,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from xla_flags import LEVEL, old_emitters
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Interpreted GPU kernels wait for each other inside callbacks, each on a thread of XLA:CPU: with two they wait forever.
 os.environ.setdefault("PJRT_NPROC", str(max(4, os.cpu_count() or 1)))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Programs here run a few times on tiny arrays, and most of a test's time is LLVM optimising them.  What XLA does before
-# (fusion, aliasing, copies, memory) is the same.  Tests that run the real model, or compile for an accelerator, ask for all of it.
+# Programs here run a few times on tiny arrays, and most of a test's time is compiling them.  What XLA does before it emits code
+# (fusion, aliasing, copies, memory) is the same with LLVM's level 0, not quite with the old emitters: tests of a compiled program
+# ask for `SHIPPED` ones.  Tests that run the real model, or compile for an accelerator, ask for all of it.
 # Workers of xdist do not see the arguments; they inherit what the first process decided.
 if "PYTEST_XDIST_WORKER" not in os.environ and "--realmodel" not in sys.argv:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-    os.environ["XLA_FLAGS"] = flags.strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {LEVEL}".strip()
 
 import functools
 import gc
@@ -27,6 +29,9 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if LEVEL in os.environ.get("XLA_FLAGS", ""):
+    with old_emitters():
+        jax.jit(lambda x: x).lower(0.0).compile()
 
 
 # Markers of tests that only run when asked for, and why; the run's summary prints what was left out.

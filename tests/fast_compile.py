@@ -1,6 +1,6 @@
-"""Options for interpreted kernels: many small fusions, each run a few times.
+"""Options of single programs: quick ones for interpreted kernels, which are many small fusions, and the compiler's own.
 
-The old emitters (gone from jax 0.11) compile them in a third of the time.
+The old emitters (gone from jax 0.11) compile an interpreted kernel in a third of the time.
 """
 
 from __future__ import annotations
@@ -24,3 +24,5 @@ def known(**options: Any) -> dict[str, Any]:
 
 
 FAST_INTERPRET = known(xla_llvm_disable_expensive_passes=True, xla_cpu_use_fusion_emitters=False)
+# What XLA:CPU does outside of these tests: for tests of the compiled program itself (see conftest.py).
+SHIPPED = known(xla_cpu_use_fusion_emitters=True)

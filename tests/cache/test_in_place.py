@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from fake_model import fake_model
+from fast_compile import SHIPPED
 
 from jaxkv import (
     CacheConfig,
@@ -113,7 +114,7 @@ def test_generation_program_updates_the_cache_in_place(program: str, format: str
     }
     function, *arguments = functions[program]
     step = functools.partial(function, config)
-    compiled = jax.jit(step, donate_argnums=1).lower(model, state, *arguments).compile()
+    compiled = jax.jit(step, donate_argnums=1).lower(model, state, *arguments).compile(SHIPPED)
     check_in_place(compiled, state, config)
 
 
@@ -126,7 +127,7 @@ def compile_transition(transition: Any, config: CacheConfig) -> tuple[Any, Any]:
     }.get(transition, (shape(ROWS), shape(ROWS)))
     options = {"query_len": 64} if transition is reserve else {}
     step = functools.partial(transition, config, **options)
-    return jax.jit(step, donate_argnums=0).lower(cache, *rows).compile(), cache
+    return jax.jit(step, donate_argnums=0).lower(cache, *rows).compile(SHIPPED), cache
 
 
 @pytest.mark.parametrize("transition", [reserve, fork, truncate, release], ids=lambda f: f.__name__)

@@ -7,9 +7,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from driver import SMALL, Driver, Programs, empty_cache, token_kv
+from driver import SMALL, Driver, Programs, empty_cache, on_host, token_kv
 from plain_reuse import PlainReuse
 
 from jaxkv import CacheConfig, PagedKVCache, StatusBit, sharing
@@ -97,7 +96,7 @@ class ReuseDriver(Driver):
             old, np.array(seq_ids, np.int32), tokens, lens, WORDS[spaces], k, v
         )
         self._settle(old, new, expected)
-        view, hits = jax.device_get((view, hits))
+        view, hits = on_host((view, hits))
         hits = hits.tolist()
         for row, (slot, text) in enumerate(zip(seq_ids, texts, strict=True)):
             real = 0 <= slot < self.config.max_seqs and not expected
@@ -156,7 +155,7 @@ class ReuseDriver(Driver):
 
     def _fetch(self) -> tuple[PagedKVCache, np.ndarray, np.ndarray]:
         """Reads K and V in NumPy, which saves a dispatch; the driver's own way is tested without prefix reuse."""
-        cache = jax.device_get(self.cache)
+        cache = on_host(self.cache)
         ids = np.minimum(cache.tables.blocks, self.config.num_blocks - 1)
         kv = np.moveaxis(
             cache.store.kv[:, ids], (1, 2, 4), (0, 2, 3)

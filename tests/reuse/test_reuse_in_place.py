@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from fast_compile import SHIPPED
 
 from jaxkv import CacheConfig, init_cache, release
 from jaxkv.sharing import admit, register, with_prefix_reuse
@@ -70,7 +71,7 @@ def whole_pool_work(hlo: str, least: int) -> set[str]:
 def test_transition_on_a_million_blocks_touches_only_the_rows_it_names(transition: str) -> None:
     """An array of one word a block is 4 MB; everything temporary must fit a tenth of that."""
     cache, program = lowered(transition, LARGE)
-    compiled = program.compile()
+    compiled = program.compile(SHIPPED)
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == sum(
         x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)
@@ -84,7 +85,7 @@ def test_whole_pool_work_sees_copies_and_scans() -> None:
         return x.at[jnp.argmax(x)].set(1)
 
     shape = jax.ShapeDtypeStruct((50_000,), jnp.int32)
-    found = whole_pool_work(jax.jit(scans).lower(shape).compile().as_text(), 50_000)
+    found = whole_pool_work(jax.jit(scans).lower(shape).compile(SHIPPED).as_text(), 50_000)
     assert any("reduce" in work for work in found)
     assert any("copy" in work for work in found)
 
