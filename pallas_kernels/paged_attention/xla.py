@@ -87,7 +87,7 @@ def paged_attention_xla(
     if few:
         queries = jnp.pad(queries, ((0, 0), (0, 0), (0, 0), (0, head_dim)))
 
-    columns = CHUNK_BYTES // (1 if few else 2) // (heads * block_size * 2 * head_dim * 4)
+    columns = CHUNK_BYTES // (heads * block_size * 2 * head_dim * 4)
     columns = max(2, min(columns, view.block_tables.shape[1]))
     columns = 1 << (columns.bit_length() - 1)  # lengths are often powers of two: no chunk in part
     chunk_len = columns * block_size
