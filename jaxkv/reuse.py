@@ -70,7 +70,7 @@ def init_reuse(config: CacheConfig, policy: Policy) -> PrefixReuse:
     return PrefixReuse(
         index=init_index(config),
         log=init_log(config.num_blocks),
-        tree=init_tree(config.num_blocks, policy.num_lanes),
+        tree=init_tree(policy, config.num_blocks),
         usage=jnp.zeros(policy.num_lanes, jnp.int32),
         namespaces=jnp.zeros((config.max_seqs, NUM_WORDS), jnp.int32),
         policy=policy,

@@ -187,7 +187,7 @@ def test_victim_tree_any_history_gives_the_order_of_the_policy(
         )
 
     log = init_log(num_blocks)
-    tree = init_tree(num_blocks, policy.num_lanes)
+    tree = init_tree(policy, num_blocks)
     cached: set[int] = set()
 
     def pad(ids: set[int]) -> np.ndarray:
