@@ -31,7 +31,7 @@ from jaxkv.victim_tree import VictimTree, after_reads, enter, first_victims, ini
 
 Array = jax.Array
 
-_BATCH = 64
+_BATCH = 128
 
 
 @functools.partial(
@@ -96,14 +96,15 @@ def make_room(
     reuse: PrefixReuse | None,
     shares: Shares | None,
     shortage: Array,
+    most: int,
 ) -> tuple[BlockPool, PrefixReuse | None]:
     """Evicts `shortage` (i32[]) blocks in the policy's order, in batches; none if it is not positive.
 
-    REQUIRES: shortage <= num_evictable.
+    REQUIRES: shortage <= num_evictable and shortage <= most, which is static.
     """
     if reuse is None or shares is None:
         return pool, reuse
-    size = min(_BATCH, config.num_blocks)
+    size = max(1, min(_BATCH, most))
     place = jnp.arange(size, dtype=jnp.int32)
 
     def batch(state: _Room) -> _Room:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from oracles import eviction as oracle
 
+from jaxkv import victim_tree
 from jaxkv.access_log import AccessLog, init_log, note_evicted, start, tick, touch
 from jaxkv.eviction import (
     CostAware,
@@ -158,9 +159,13 @@ def test_fair_tenant_within_its_quota_loses_nothing_to_another() -> None:
     ids=["lru-one-level", "lfu", "aged_lfu", "cost_aware", "fair"],
 )
 def test_victim_tree_any_history_gives_the_order_of_the_policy(
-    policy: Policy, num_blocks: int
+    policy: Policy, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks come and go with chains of touches; after each step the tree's victims are the definition's."""
+    """Blocks come and go with chains of touches; after each step the tree's victims are the definition's.
+
+    With a top of one node 600 blocks make three levels, as 1,000,000 do otherwise.
+    """
+    monkeypatch.setattr(victim_tree, "TOP", 1)
     rng = np.random.default_rng(3)
     width, count = 40, 6
 
@@ -188,6 +193,7 @@ def test_victim_tree_any_history_gives_the_order_of_the_policy(
 
     log = init_log(num_blocks)
     tree = init_tree(policy, num_blocks)
+    assert len(tree.levels) == (3 if num_blocks == 600 else 1)
     cached: set[int] = set()
 
     def pad(ids: set[int]) -> np.ndarray:
