@@ -100,7 +100,7 @@ def make_room(
 ) -> tuple[BlockPool, PrefixReuse | None]:
     """Evicts `shortage` (i32[]) blocks in the policy's order, in batches; none if it is not positive.
 
-    REQUIRES: shortage <= num_evictable and shortage <= most, which is static.
+    REQUIRES: shortage <= num_evictable.  `most`, static, bounds the shortage: batches are no larger.
     """
     if reuse is None or shares is None:
         return pool, reuse
