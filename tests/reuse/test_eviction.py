@@ -170,11 +170,13 @@ def test_victim_tree_any_history_gives_the_order_of_the_policy(
     width, count = 40, 6
 
     @functools.partial(jax.jit)
-    def step(log: AccessLog, tree: Any, gone: Any, used: Any, depths: Any, new: Any) -> Any:
+    def step(
+        log: AccessLog, tree: Any, gone: Any, used: Any, depths: Any, uses: Any, new: Any
+    ) -> Any:
         tree = leave(policy, log, tree, gone)
         log = tick(note_evicted(log, gone), jnp.int32(width))
         log = start(log, gone, jnp.zeros_like(gone) + gone % policy.num_lanes)
-        log = touch(policy, log, used, depths, 1)
+        log = touch(policy, log, used, depths, uses)
         tree = enter(policy, log, tree, new, log.tenant[jnp.minimum(new, num_blocks - 1)])
         shares = None
         if isinstance(policy, Fair):
@@ -211,8 +213,9 @@ def test_victim_tree_any_history_gives_the_order_of_the_policy(
         new = set(used[: rng.integers(0, width)].tolist()) if filling else set()
         cached |= new
         used = np.pad(used.astype(np.int32), (0, width - len(used)), constant_values=num_blocks)
-        depths = rng.integers(0, width, width).astype(np.int32)
-        log, tree, got, want = step(log, tree, pad(gone), used, depths, pad(new))
+        # Few depths, so that keys tie; uses that do not follow age, so that words disagree.
+        depths, uses = rng.integers(0, 4, (2, width)).astype(np.int32)
+        log, tree, got, want = step(log, tree, pad(gone), used, depths, uses, pad(new))
         assert got.tolist() == want.tolist()
         assert int(tree.sizes.sum()) == len(cached) == int((tree.lanes >= 0).sum())
         shortest = min(shortest, len(cached))
