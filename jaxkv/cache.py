@@ -141,7 +141,8 @@ def reserve(
 
     width = -(-query_len // config.block_size) + 1  # a copy of the open block, then new blocks
     shortage = jnp.where(bits == 0, need - cache.pool.num_free, 0)
-    pool, reuse = prefix_reuse.make_room(config, cache.pool, reuse, shares, shortage)
+    most = min(width * seq_ids.shape[0], config.num_blocks)
+    pool, reuse = prefix_reuse.make_room(config, cache.pool, reuse, shares, shortage, most)
     cache = scrub_freed(config, cache, pool)
     pool, ids = block_pool.take(pool, copies + num_new, width)
     reuse = prefix_reuse.begin(config, reuse, slot, ids)

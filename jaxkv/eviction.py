@@ -45,8 +45,8 @@ class Policy:
         """Groups among which the policy chooses before it looks at keys: tenants, or 1."""
         return 1
 
-    def key(self, last_access: Any, use_count: Any, score: Any) -> tuple[Any, Any]:
-        """Returns the two words that order entries, most significant first."""
+    def key(self, last_access: Any, use_count: Any, score: Any) -> tuple[Any, ...]:
+        """Returns the words that order entries, most significant first; the first is below 2**31 - 1."""
         raise NotImplementedError(f"{type(self).__name__}: expected a subclass that defines key")
 
     def score(self, use_count: Any, cost: Any, turnover: Any, inflation: Any) -> Any:
@@ -82,14 +82,14 @@ class Policy:
 class Lru(Policy):
     """Least recently used first: argmin last_access (seeds/000 section 5.1)."""
 
-    def key(self, last_access: Any, use_count: Any, score: Any) -> tuple[Any, Any]:
-        return last_access, last_access
+    def key(self, last_access: Any, use_count: Any, score: Any) -> tuple[Any, ...]:
+        return (last_access,)
 
 
 class Lfu(Policy):
     """Least often used first, then least recently: argmin (use_count, last_access) (seeds/000 section 5.2)."""
 
-    def key(self, last_access: Any, use_count: Any, score: Any) -> tuple[Any, Any]:
+    def key(self, last_access: Any, use_count: Any, score: Any) -> tuple[Any, ...]:
         return use_count, last_access
 
 
@@ -101,7 +101,7 @@ class AgedLfu(Policy):
       aging).
     """
 
-    def key(self, last_access: Any, use_count: Any, score: Any) -> tuple[Any, Any]:
+    def key(self, last_access: Any, use_count: Any, score: Any) -> tuple[Any, ...]:
         return score, last_access
 
     def score(self, use_count: Any, cost: Any, turnover: Any, inflation: Any) -> Any:
@@ -132,7 +132,7 @@ class CostAware(Policy):
                 f"full_cost: expected an integer in [1, 2**22), got {self.full_cost!r}"
             )
 
-    def key(self, last_access: Any, use_count: Any, score: Any) -> tuple[Any, Any]:
+    def key(self, last_access: Any, use_count: Any, score: Any) -> tuple[Any, ...]:
         return score, last_access
 
     def score(self, use_count: Any, cost: Any, turnover: Any, inflation: Any) -> Any:
@@ -174,8 +174,8 @@ class Fair(Policy):
     def num_lanes(self) -> int:
         return len(self.weights)
 
-    def key(self, last_access: Any, use_count: Any, score: Any) -> tuple[Any, Any]:
-        return last_access, last_access
+    def key(self, last_access: Any, use_count: Any, score: Any) -> tuple[Any, ...]:
+        return (last_access,)
 
     def quotas(self, num_blocks: int) -> tuple[Array, Array]:
         """Returns the quotas as (whole blocks, place of the fraction): a larger place, a larger fraction."""
@@ -207,14 +207,14 @@ class Entries(NamedTuple):
     """What `choose` orders: m entries in any order.  Ids past the end of the log are padding.
 
     Attributes:
-      ids, first, second, depths: i32[m]; the two words of the key.
+      ids, depths: i32[m].
+      key: i32[m] each, the policy's words.
       lanes: i32[m], tenants; None where the policy has one lane.
       charges: i32[m]; None means 1 each.
     """
 
     ids: Array
-    first: Array
-    second: Array
+    key: tuple[Array, ...]
     depths: Array
     lanes: Array | None = None
     charges: Array | None = None
@@ -261,9 +261,9 @@ def eviction_order(
             f"candidates: expected bool[{num_entries}], got {candidates.dtype}{list(candidates.shape)}"
         )
     ids = jnp.where(candidates, jnp.arange(num_entries, dtype=jnp.int32), num_entries)
-    first, second = policy.key(log.last_access, log.use_count, log.score)
+    key = policy.key(log.last_access, log.use_count, log.score)
     depths = jnp.zeros_like(ids) if depths is None else depths
-    entries = Entries(ids, first, second, depths, log.tenant, charges)
+    entries = Entries(ids, key, depths, log.tenant, charges)
     shares = None
     if isinstance(policy, Fair):
         if num_blocks is None:
@@ -284,8 +284,8 @@ def choose(policy: Policy, entries: Entries, no_id: int, shares: Shares | None) 
         if shares is None:
             raise ValueError("shares: expected the tenants' usage for a fair policy, got None")
         return _choose_fair(policy, entries, no_id, shares)
-    keys = (entries.ids >= no_id, entries.first, entries.second, -entries.depths, entries.ids)
-    return jax.lax.sort(keys, num_keys=5)[-1]
+    keys = (entries.ids >= no_id, *entries.key, -entries.depths, entries.ids)
+    return jax.lax.sort(keys, num_keys=len(keys))[-1]
 
 
 def num_allowed(policy: Policy, shares: Shares) -> Array:
@@ -303,7 +303,7 @@ def _choose_fair(policy: Fair, entries: Entries, no_id: int, shares: Shares) -> 
     charges = jnp.ones_like(entries.ids) if entries.charges is None else entries.charges
     assert entries.lanes is not None
     charges = jnp.where(entries.ids < no_id, charges, 0)
-    keys = (entries.lanes, entries.ids >= no_id, entries.first, -entries.depths, entries.ids)
+    keys = (entries.lanes, entries.ids >= no_id, *entries.key, -entries.depths, entries.ids)
     lanes, _, first, shallow, ids, charges = jax.lax.sort((*keys, charges), num_keys=5)
     before = jnp.cumsum(charges) - charges
     lane = jnp.clip(lanes, 0, policy.num_lanes - 1)

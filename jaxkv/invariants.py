@@ -121,24 +121,19 @@ def _broken_reuse(
 def _broken_tree(config: CacheConfig, reuse: PrefixReuse) -> list[str]:
     """Returns which nodes of the tree do not hold the best victim below them."""
     log, tree = reuse.log, reuse.tree
-    first, second = (
-        np.asarray(w) for w in reuse.policy.key(log.last_access, log.use_count, log.score)
-    )
-    below: list[list[list[tuple[int, int, int]]]] = [
-        [[] for _ in range(reuse.policy.num_lanes)] for _ in range(config.num_blocks)
-    ]
-    for block, lane in enumerate(np.asarray(tree.lanes)):
-        if lane >= 0:
-            below[block][lane].append((first[block], second[block], block))
+    words = [np.asarray(w) for w in reuse.policy.key(log.last_access, log.use_count, log.score)]
+    keys = np.full((config.num_blocks, reuse.policy.num_lanes, len(words)), NO_KEY)
+    cached = np.flatnonzero(np.asarray(tree.lanes) >= 0)
+    keys[cached, np.asarray(tree.lanes)[cached]] = np.stack(words, axis=1)[cached]
+    below = [[tuple(key) for key in node] for node in keys.tolist()]
     broken = []
     for height, level in enumerate(tree.levels):
         groups = [below[at : at + FAN] for at in range(0, len(below), FAN)]
-        below = [
-            [[min(b) for b in lane if b] for lane in zip(*group, strict=True)] for group in groups
-        ]
-        nothing = (NO_KEY, NO_KEY, config.no_block)
-        want = [[min(lane) if lane else nothing for lane in group] for group in below]
-        found = np.asarray(level.unpacked()).reshape(np.shape(want))
+        below = [[min(lane) for lane in zip(*group, strict=True)] for group in groups]
+        rows = np.asarray(level.unpacked()).reshape(-1, reuse.policy.num_lanes, len(words), FAN)
+        found = rows.transpose(0, 3, 1, 2).reshape(-1, reuse.policy.num_lanes, len(words))
+        want = np.full(found.shape, NO_KEY)
+        want[: len(below)] = below
         if not np.array_equal(want, found):
             broken.append(f"level {height} of the tree is {found}, expected {want}")
     return broken

@@ -31,7 +31,7 @@ from jaxkv.victim_tree import VictimTree, after_reads, enter, first_victims, ini
 
 Array = jax.Array
 
-_BATCH = 64
+_BATCH = 128
 
 
 @functools.partial(
@@ -70,7 +70,7 @@ def init_reuse(config: CacheConfig, policy: Policy) -> PrefixReuse:
     return PrefixReuse(
         index=init_index(config),
         log=init_log(config.num_blocks),
-        tree=init_tree(config.num_blocks, policy.num_lanes),
+        tree=init_tree(policy, config.num_blocks),
         usage=jnp.zeros(policy.num_lanes, jnp.int32),
         namespaces=jnp.zeros((config.max_seqs, NUM_WORDS), jnp.int32),
         policy=policy,
@@ -96,14 +96,15 @@ def make_room(
     reuse: PrefixReuse | None,
     shares: Shares | None,
     shortage: Array,
+    most: int,
 ) -> tuple[BlockPool, PrefixReuse | None]:
     """Evicts `shortage` (i32[]) blocks in the policy's order, in batches; none if it is not positive.
 
-    REQUIRES: shortage <= num_evictable.
+    REQUIRES: shortage <= num_evictable.  `most`, static, bounds the shortage: batches are no larger.
     """
     if reuse is None or shares is None:
         return pool, reuse
-    size = min(_BATCH, config.num_blocks)
+    size = max(1, min(_BATCH, most))
     place = jnp.arange(size, dtype=jnp.int32)
 
     def batch(state: _Room) -> _Room:

@@ -254,7 +254,7 @@ def evict(
     none = jnp.zeros_like(reuse.usage)
     shares = Shares(reuse.usage, none, none, reuse.tree.sizes, config.num_blocks)
     count = jnp.clip(jnp.asarray(count, jnp.int32), 0, num_evictable(reuse, shares))
-    pool, after = make_room(config, cache.pool, reuse, shares, count)
+    pool, after = make_room(config, cache.pool, reuse, shares, count, config.num_blocks)
     cache = scrub_freed(config, cache, pool)
     return dataclasses.replace(cache, pool=pool, reuse=after), count
 

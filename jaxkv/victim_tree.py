@@ -1,15 +1,16 @@
 """Finds the first victims of a policy at a cost that does not follow the pool.
 
-A tree over the blocks: a node names the best victim among the `FAN` children below it, one for each lane
-(tenant) of the policy, and repeats its key, so that a node's children are compared without going to the access log:
-their blocks lie all over it.  The leaves are the blocks themselves, their keys stand in the log.
+A tree over the blocks: a node stands for the `FAN` children below it and has the key of the best victim among them, one
+for each lane (tenant) of the policy.  The keys of siblings lie together, so that they are compared without going to the
+access log: their blocks lie all over it.  The leaves are the blocks themselves, their keys stand in the log.
 
-    level 1     w   w   w   w   w  ...      the top has at most FAN nodes
-    level 0    www www www www www ...      ceil(num_blocks / FAN) nodes
+    level 1     kkkk kkkk ..                the top has at most TOP nodes
+    level 0    kkkk kkkk kkkk kkkk ...      ceil(num_blocks / FAN) nodes, FAN of them a family
     blocks     ... every block, with the lane it may be evicted from, or NO_LANE
 
 Invariants:
-  * Between calls every node holds the smallest (key, id) below it, or NO_KEY twice and NO_BLOCK.
+  * Between calls every node holds the smallest key below it, or NO_KEYs where nothing may be evicted.
+  * No key of a block begins with NO_KEY.  Ids rise from left to right, so equal keys go by their place.
   * A block's key changes only while it has no lane; `enter` and `leave` mend the path above the blocks named.
   * `first_victims` gives exactly the order of `eviction.eviction_order`: the n smallest leaves lie below the n
     smallest nodes of every level.
@@ -30,6 +31,7 @@ from jaxkv.flat_rows import FlatRows, flat_rows
 Array = jax.Array
 
 FAN = 16
+TOP = 256
 NO_LANE = -1
 NO_KEY = 2**31 - 1
 
@@ -43,8 +45,8 @@ class VictimTree:
 
     Attributes:
       lanes: i32[block], the lane of an evictable block, NO_LANE of any other.
-      levels: from the leaves up, a row for each node and lane (row node * lanes + lane): the two words of a block's key,
-        and its id or NO_BLOCK.
+      levels: from the leaves up, a row for each family and lane (row family * lanes + lane): the first words of the keys of
+        its FAN nodes, then the next words.  A family of no nodes stands at the end.
       sizes: i32[lane], evictable blocks of each lane.
     """
 
@@ -53,18 +55,18 @@ class VictimTree:
     sizes: Array
 
 
-def init_tree(num_blocks: int, num_lanes: int) -> VictimTree:
+def init_tree(policy: Policy, num_blocks: int) -> VictimTree:
     """Returns a tree in which nothing may be evicted."""
+    nothing = jnp.full(FAN * len(policy.key(0, 0, 0)), NO_KEY, jnp.int32)
     levels: list[FlatRows] = []
     size = num_blocks
-    while not levels or size > FAN:
+    while not levels or size > TOP:
         size = -(-size // FAN)
-        nothing = jnp.array([NO_KEY, NO_KEY, num_blocks], jnp.int32)
-        levels.append(flat_rows(size * num_lanes, nothing))
+        levels.append(flat_rows((-(-size // FAN) + 1) * policy.num_lanes, nothing))
     return VictimTree(
         lanes=jnp.full(num_blocks, NO_LANE, jnp.int32),
         levels=tuple(levels),
-        sizes=jnp.zeros(num_lanes, jnp.int32),
+        sizes=jnp.zeros(policy.num_lanes, jnp.int32),
     )
 
 
@@ -107,8 +109,9 @@ def after_reads(tree: VictimTree, ids: Array) -> Array:
     What is written at these ids, lanes or keys in the log, is then known to come after those reads.  Without that
     order XLA would copy the whole array to keep what they need.
     """
-    wrong = jnp.any(tree.levels[-1].unpacked()[:, 2] < 0)  # no id is below 0
-    return jnp.where(wrong, tree.lanes.shape[0], ids)
+    num_blocks = tree.lanes.shape[0]
+    wrong = jnp.any(tree.levels[-1].words < NO_KEY) & jnp.any(tree.sizes > num_blocks)  # never
+    return jnp.where(wrong, num_blocks, ids)
 
 
 def first_victims(
@@ -121,50 +124,69 @@ def first_victims(
       count: static.
       shares: for a fair policy; its `evictable` must be the tree's sizes.
     """
-    num_blocks = tree.lanes.shape[0]
-    num_lanes = tree.sizes.shape[0]
-    top = tree.levels[-1].num_rows // num_lanes
-    nodes = jnp.broadcast_to(jnp.arange(top, dtype=jnp.int32)[:, None], (top, num_lanes))
-    lane = jnp.arange(num_lanes, dtype=jnp.int32)[None, :]
-    for height in reversed(range(len(tree.levels))):
-        level = tree.levels[height]
-        num_nodes = level.num_rows // num_lanes
-        winners = level.columns(jnp.minimum(nodes, num_nodes - 1) * num_lanes + lane)
-        _, _, ids = _best(_where(nodes < num_nodes, winners, num_blocks), count)
-        nodes = jnp.where(ids < num_blocks, ids // FAN ** (height + 1), num_nodes)
-        nodes = (nodes[:, None] * FAN + jnp.arange(FAN, dtype=jnp.int32)[None, :, None]).reshape(
-            -1, num_lanes
+    num_blocks, num_lanes = tree.lanes.shape[0], tree.sizes.shape[0]
+    lane = jnp.arange(num_lanes, dtype=jnp.int32)[:, None]
+    top = tree.levels[-1].num_rows // num_lanes - 1
+    nodes = jnp.broadcast_to(jnp.arange(top, dtype=jnp.int32), (num_lanes, top))
+    for level in reversed(tree.levels):
+        families = jnp.minimum(nodes, level.num_rows // num_lanes - 1)
+        keys = _siblings(level, families * num_lanes + lane).reshape(
+            -1, num_lanes, nodes.shape[1] * FAN
         )
-    inside = nodes < num_blocks
-    leaves = jnp.where(inside, tree.lanes[jnp.minimum(nodes, num_blocks - 1)], NO_LANE)
-    entries = _entries(policy, log, jnp.where(leaves == lane, nodes, num_blocks))
-    first, second, ids = _best(entries, count)
-    flat, first, second = (x.reshape(-1) for x in (ids, first, second))
+        (nodes,) = _at(_smallest(keys, count), _children(families))
+    ids = _children(nodes)
+    keys = _keys(policy, log, tree, ids, lane)
+    ids, *words = _at(_smallest(keys, count), ids, *keys)
     lanes = jnp.broadcast_to(lane, ids.shape).reshape(-1)
-    chosen = choose(
-        policy, Entries(flat, first, second, jnp.zeros_like(flat), lanes), num_blocks, shares
-    )[:count]
+    ids = jnp.where(words[0] < NO_KEY, ids, num_blocks).reshape(-1)
+    entries = Entries(ids, tuple(word.reshape(-1) for word in words), jnp.zeros_like(ids), lanes)
+    chosen = choose(policy, entries, num_blocks, shares)[:count]
     return jnp.pad(chosen, (0, count - chosen.shape[0]), constant_values=num_blocks)
 
 
-def _entries(policy: Policy, log: AccessLog, ids: Array) -> Array:
-    """Returns i32[3, ...], what a node holds of the blocks ids[...]: key and id."""
-    num_blocks = log.score.shape[0]
+def _children(nodes: Array) -> Array:
+    """Returns i32[..., n * FAN], what stands below nodes i32[..., n]."""
+    child = jax.lax.broadcasted_iota(jnp.int32, (*nodes.shape, FAN), nodes.ndim)
+    return (nodes[..., None] * FAN + child).reshape(*nodes.shape[:-1], -1)
+
+
+def _siblings(level: FlatRows, rows: Array) -> Array:
+    """Returns i32[word, ..., FAN], the keys that stand in rows i32[...]."""
+    return jnp.moveaxis(level.read(rows).reshape(*rows.shape, -1, FAN), -2, 0)
+
+
+def _keys(policy: Policy, log: AccessLog, tree: VictimTree, ids: Array, lanes: Array) -> Array:
+    """Returns i32[word, ...], the keys of blocks ids[...]; NO_KEYs of those that are not in their lanes[...]."""
+    num_blocks = tree.lanes.shape[0]
     safe = jnp.minimum(ids, num_blocks - 1)
+    mine = (ids < num_blocks) & (tree.lanes[safe] == lanes)
     keys = policy.key(log.last_access[safe], log.use_count[safe], log.score[safe])
-    return _where(ids < num_blocks, jnp.stack([*keys, ids]), num_blocks)
+    return jnp.where(mine[None], jnp.stack(keys), NO_KEY)
 
 
-def _where(real: Array, entries: Array, no_block: int) -> Array:
-    """Returns the entries i32[3, ...], but of no block where not real[...]."""
-    nothing = jnp.array([NO_KEY, NO_KEY, no_block], jnp.int32)
-    return jnp.where(real[None], entries, nothing.reshape(3, *[1] * real.ndim))
+def _smallest(keys: Array, count: int) -> Array:
+    """Returns where the smallest of keys i32[word, lane, n] stand, i32[lane, min(count, n)], rising.
+
+    Finds the worst of them word by word: on a CPU a sort of single words costs a fraction of one with several keys.
+    """
+    _, num_lanes, size = keys.shape
+    place = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (num_lanes, size))
+    if size <= count:
+        return place
+    sure, tied = jnp.zeros_like(place, jnp.bool_), jnp.ones_like(place, jnp.bool_)
+    for word in keys:
+        left = count - jnp.sum(sure, axis=1, keepdims=True, dtype=jnp.int32)
+        ordered = jax.lax.sort(jnp.where(tied, word, NO_KEY))
+        edge = jnp.take_along_axis(ordered, left - 1, axis=1)
+        sure |= tied & (word < edge)
+        tied &= word == edge
+    order = jax.lax.sort(jnp.where(sure, place, jnp.where(tied, place + size, 2 * size)))
+    return jax.lax.sort(order[:, :count] % size)
 
 
-def _best(entries: Array, count: int) -> tuple[Array, Array, Array]:
-    """Returns the words, i32[<= count, lane] each, of each lane's smallest entries i32[3, n, lane]."""
-    first, second, ids = jax.lax.sort(tuple(entries), dimension=0, num_keys=3)
-    return first[:count], second[:count], ids[:count]
+def _at(places: Array, *values: Array) -> list[Array]:
+    """Returns the values i32[lane, n] at places i32[lane, k]."""
+    return [jnp.take_along_axis(x, places, axis=1) for x in values]
 
 
 def _mend(policy: Policy, log: AccessLog, tree: VictimTree, ids: Array, lanes: Array) -> VictimTree:
@@ -188,32 +210,24 @@ def _mended(
 ) -> tuple[FlatRows, ...]:
     """Returns the levels `old` as they are with the tree's lanes; other arguments as `_mend`."""
     num_blocks, num_lanes = tree.lanes.shape[0], tree.sizes.shape[0]
-    child = jnp.arange(FAN, dtype=jnp.int32)[None, :]
     node = ids // FAN
-    leaves = node[:, None] * FAN + child
-    mine = tree.lanes[jnp.minimum(leaves, num_blocks - 1)] == lanes[:, None]
-    below = _entries(policy, log, jnp.where(mine & (leaves < num_blocks), leaves, num_blocks))
+    keys = _keys(policy, log, tree, _children(node[:, None]), lanes[:, None])
     levels = []
-    for height, level in enumerate(old):
-        row = jnp.where(ids < num_blocks, node * num_lanes + lanes, level.num_rows)
-        levels.append(level.write(row, _smallest(below)))
-        if height + 1 == len(old):
-            break
-        node = node // FAN
-        children = node[:, None] * FAN + child
-        safe = jnp.minimum(children, level.num_rows // num_lanes - 1)
-        below = levels[-1].columns(safe * num_lanes + jnp.maximum(lanes, 0)[:, None])
-        below = _where(children < level.num_rows // num_lanes, below, num_blocks)
+    for level in old:
+        family, place = node // FAN, node % FAN
+        row = jnp.where(ids < num_blocks, family * num_lanes + lanes, level.num_rows)
+        columns = jnp.concatenate([word * FAN + place for word in range(len(keys))])
+        winners = jnp.concatenate(_least(keys))
+        levels.append(level.set(jnp.tile(row, len(keys)), columns, winners))
+        node, keys = family, _siblings(levels[-1], jnp.minimum(row, level.num_rows - 1))
     return tuple(levels)
 
 
-def _smallest(entries: Array) -> Array:
-    """Returns i32[k, 3], the smallest entry of each row of i32[3, k, FAN]."""
-    first, second, ids = entries
-    least_first = jnp.min(first, axis=1, keepdims=True)
-    best = first == least_first
-    second = jnp.where(best, second, NO_KEY)
-    least_second = jnp.min(second, axis=1, keepdims=True)
-    best &= second == least_second
-    least_id = jnp.min(jnp.where(best, ids, NO_KEY), axis=1, keepdims=True)
-    return jnp.concatenate([least_first, least_second, least_id], axis=1)
+def _least(keys: Array) -> list[Array]:
+    """Returns the words, i32[k] each, of the smallest of each row of keys i32[word, k, FAN]."""
+    least: list[Array] = []
+    tied = jnp.ones_like(keys[0], jnp.bool_)
+    for word in keys:
+        least.append(jnp.min(jnp.where(tied, word, NO_KEY), axis=1))
+        tied &= word == least[-1][:, None]
+    return least

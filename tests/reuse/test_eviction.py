@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from oracles import eviction as oracle
 
+from jaxkv import victim_tree
 from jaxkv.access_log import AccessLog, init_log, note_evicted, start, tick, touch
 from jaxkv.eviction import (
     CostAware,
@@ -158,18 +159,24 @@ def test_fair_tenant_within_its_quota_loses_nothing_to_another() -> None:
     ids=["lru-one-level", "lfu", "aged_lfu", "cost_aware", "fair"],
 )
 def test_victim_tree_any_history_gives_the_order_of_the_policy(
-    policy: Policy, num_blocks: int
+    policy: Policy, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks come and go with chains of touches; after each step the tree's victims are the definition's."""
+    """Blocks come and go with chains of touches; after each step the tree's victims are the definition's.
+
+    With a top of one node 600 blocks make three levels, as 1,000,000 do otherwise.
+    """
+    monkeypatch.setattr(victim_tree, "TOP", 1)
     rng = np.random.default_rng(3)
     width, count = 40, 6
 
     @functools.partial(jax.jit)
-    def step(log: AccessLog, tree: Any, gone: Any, used: Any, depths: Any, new: Any) -> Any:
+    def step(
+        log: AccessLog, tree: Any, gone: Any, used: Any, depths: Any, uses: Any, new: Any
+    ) -> Any:
         tree = leave(policy, log, tree, gone)
         log = tick(note_evicted(log, gone), jnp.int32(width))
         log = start(log, gone, jnp.zeros_like(gone) + gone % policy.num_lanes)
-        log = touch(policy, log, used, depths, 1)
+        log = touch(policy, log, used, depths, uses)
         tree = enter(policy, log, tree, new, log.tenant[jnp.minimum(new, num_blocks - 1)])
         shares = None
         if isinstance(policy, Fair):
@@ -187,7 +194,8 @@ def test_victim_tree_any_history_gives_the_order_of_the_policy(
         )
 
     log = init_log(num_blocks)
-    tree = init_tree(num_blocks, policy.num_lanes)
+    tree = init_tree(policy, num_blocks)
+    assert len(tree.levels) == (3 if num_blocks == 600 else 1)
     cached: set[int] = set()
 
     def pad(ids: set[int]) -> np.ndarray:
@@ -205,8 +213,9 @@ def test_victim_tree_any_history_gives_the_order_of_the_policy(
         new = set(used[: rng.integers(0, width)].tolist()) if filling else set()
         cached |= new
         used = np.pad(used.astype(np.int32), (0, width - len(used)), constant_values=num_blocks)
-        depths = rng.integers(0, width, width).astype(np.int32)
-        log, tree, got, want = step(log, tree, pad(gone), used, depths, pad(new))
+        # Few depths, so that keys tie; uses that do not follow age, so that words disagree.
+        depths, uses = rng.integers(0, 4, (2, width)).astype(np.int32)
+        log, tree, got, want = step(log, tree, pad(gone), used, depths, uses, pad(new))
         assert got.tolist() == want.tolist()
         assert int(tree.sizes.sum()) == len(cached) == int((tree.lanes >= 0).sum())
         shortest = min(shortest, len(cached))
