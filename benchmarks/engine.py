@@ -24,13 +24,15 @@ from jaxkv.request import Request
 from jaxkv.workload import ServingReport, mixed_requests, serve_all
 from models.qwen import load
 
-MAX_SEQS, MAX_STEPS, BLOCK = 16, 16, 16
+MAX_STEPS, BLOCK = 16, 16
+HOST_SEQS, SLOTS = 16, 32  # of the host's share, of the throughput
+THEIR_BATCH = 16  # padded: the fastest of 8, 16 and 32
 PROMPT_LENS, MAX_TOKENS = (16, 512), (16, 256)
-SHAPES = {"max_seqs": MAX_SEQS, "threads": cpu_decode.threads()}
+SHAPES = {"threads": cpu_decode.threads()}
 
 
-def make_engine(model: Any, max_seq_len: int = 768, **options: Any) -> Engine:
-    """Returns an engine whose pool holds every slot at its longest."""
+def make_engine(model: Any, max_seqs: int, max_seq_len: int = 768, **options: Any) -> Engine:
+    """Returns an engine, warmed up, whose pool holds every slot at its longest."""
     config = model.config
     blocks = max_seq_len // BLOCK
     cache = CacheConfig(
@@ -38,8 +40,8 @@ def make_engine(model: Any, max_seq_len: int = 768, **options: Any) -> Engine:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=BLOCK,
-        num_blocks=MAX_SEQS * blocks,
-        max_seqs=MAX_SEQS,
+        num_blocks=max_seqs * blocks,
+        max_seqs=max_seqs,
         max_blocks_per_seq=blocks,
     )
     engine = Engine(model, cache, max_steps=MAX_STEPS, **options)
@@ -50,23 +52,24 @@ def make_engine(model: Any, max_seq_len: int = 768, **options: Any) -> Engine:
 def host_share(engine: Engine, vocab: int) -> harness.Result:
     """16 sequences decode 64 tokens each, K 16: what share of the wall time is the host's own?"""
     rng = np.random.default_rng(1)
-    prompts = rng.integers(0, vocab, (MAX_SEQS, 64)).tolist()
+    prompts = rng.integers(0, vocab, (HOST_SEQS, 64)).tolist()
     run = serve_all(engine, [Request(p, max_tokens=64, ignore_eos=True) for p in prompts])
     return harness.Result(
         metric="engine.host_share",
         value=run.host_share,
         unit="of wall time",
-        shapes=SHAPES | {"new_tokens": run.new_tokens, "steps_per_dispatch": MAX_STEPS},
+        shapes=SHAPES
+        | {"seqs": HOST_SEQS, "new_tokens": run.new_tokens, "steps_per_dispatch": MAX_STEPS},
         limit=0.05,
     )
 
 
 def static_batches(model: Any, requests: list[Request], engine: Engine) -> float:
-    """Serves the requests 16 at a time, each batch until its last one ends; returns seconds."""
+    """Serves as many requests at a time as the engine has slots, each batch until its last one ends; returns seconds."""
     generator = Generator(model, engine.config, prefill_chunk=64, steps_per_dispatch=MAX_STEPS)
     seconds = 0.0
-    for i in range(0, len(requests), MAX_SEQS):
-        batch = requests[i : i + MAX_SEQS]
+    for i in range(0, len(requests), SLOTS):
+        batch = requests[i : i + SLOTS]
         most = max(request.max_tokens for request in batch)
         begin = time.perf_counter()
         generator.generate([request.prompt for request in batch], max_new_tokens=most)
@@ -76,7 +79,7 @@ def static_batches(model: Any, requests: list[Request], engine: Engine) -> float
 
 
 class Transformers:
-    """Padded `generate`, 16 at a time, and its continuous batching."""
+    """Padded `generate`, and its continuous batching."""
 
     def __init__(self) -> None:
         path = cpu_decode.model_path()
@@ -95,8 +98,8 @@ class Transformers:
         """Returns seconds; each batch runs until its last request ends."""
         torch = self.torch
         begin = time.perf_counter()
-        for i in range(0, len(requests), MAX_SEQS):
-            batch = requests[i : i + MAX_SEQS]
+        for i in range(0, len(requests), THEIR_BATCH):
+            batch = requests[i : i + THEIR_BATCH]
             width = max(len(request.prompt) for request in batch)
             ids = torch.zeros((len(batch), width), dtype=torch.long)
             mask = torch.zeros_like(ids)
@@ -133,8 +136,9 @@ class Transformers:
         return time.perf_counter() - begin
 
 
-def throughput(model: Any, engine: Engine, num_requests: int) -> list[harness.Result]:
+def throughput(model: Any, num_requests: int) -> list[harness.Result]:
     """Mixed requests through the engine, a static batch and transformers, in turn."""
+    engine = make_engine(model, SLOTS)
     requests = mixed_requests(
         model.config.vocab_size, num_requests, prompt_lens=PROMPT_LENS, max_tokens=MAX_TOKENS
     )
@@ -152,7 +156,7 @@ def throughput(model: Any, engine: Engine, num_requests: int) -> list[harness.Re
             sorted(requests, key=lambda request: request.max_tokens)
         ),
     }
-    shapes = SHAPES | {"requests": num_requests, "new_tokens": run.new_tokens}
+    shapes = SHAPES | {"slots": SLOTS, "requests": num_requests, "new_tokens": run.new_tokens}
     latencies = {
         name: run.percentiles(name) for name in ("first_token_s", "between_tokens_s", "request_s")
     }
@@ -202,7 +206,7 @@ def _versus(
 
 def speculation(loaded: Any, model: Any, plain: Engine) -> list[harness.Result]:
     """Greedy continuations with and without prompt-lookup drafts: a text with repetition, and one without."""
-    drafts = make_engine(model, draft_len=4)
+    drafts = make_engine(model, HOST_SEQS, draft_len=4)
     passage = pydoc_data.topics.topics["while"][:600]
     texts = {
         "repetition": f"{passage}\n\nThe same text again:\n\n{passage[:200]}",
@@ -240,10 +244,10 @@ def run(quick: bool) -> list[harness.Result]:
     """Returns the host's share, the throughput ratios and the steps that drafts save."""
     loaded = load(cpu_decode.model_path())
     model = loaded.model.spread()
-    engine = make_engine(model)
+    engine = make_engine(model, HOST_SEQS)
     results = [host_share(engine, model.config.vocab_size)]
     results += speculation(loaded, model, engine)
-    return results + throughput(model, engine, 16 if quick else 64)
+    return results + throughput(model, 16 if quick else 64)
 
 
 if __name__ == "__main__":
