@@ -20,6 +20,7 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -121,25 +122,47 @@ def decode(
     def one_step(carry: tuple[Array, EngineState]) -> tuple[Array, EngineState]:
         step, state = carry
         live = real & state.running[slot]
-        last = jnp.take_along_axis(state.tokens[slot], state.num_tokens[slot][:, None] - 1, axis=1)
-        drafts, draft_lens = _plan(config, draft_len, models, state, slot)
-        asked = jnp.where(live, 1 + draft_lens, 0)
-        ids = jnp.where(live, slot, config.no_seq)
-        cache, view = reserve(config, state.cache, ids, asked, 1 + draft_len)
-        if models.draft is not None:
-            sampling = jax.tree.map(lambda x: x[slot], state.sampling)
-            index = (state.num_tokens - state.num_prompt)[slot]
-            cache, drafts = propose(config, models.draft, cache, view, sampling, last[:, 0], index)
-        hidden, store = models.target(jnp.concatenate([last, drafts], axis=1), cache.store, view)
-        state = dataclasses.replace(state, cache=dataclasses.replace(cache, store=store))
-        live = view.q_lens > 0
-        logits = models.target.unembed(hidden)
-        state, finish = accept(config, state, slot, live, logits, drafts, draft_lens)
-        ended = live & (finish != RUNNING)
-        return step + 1, _end(config, state, slot, ended & (finish != NOT_FINITE), ended)
+        drafts, draft_lens = _plan(config, draft_len, models, state, slot, live)
+        if models.draft is not None or not draft_len:
+            return step + 1, _step(config, models, state, slot, live, drafts, draft_lens)
+
+        def turn(_: Array, state: EngineState, width: int) -> EngineState:
+            return _step(config, models, state, slot, live, drafts[:, :width], draft_lens)
+
+        # A step of 1 + draft_len tokens a row costs more than one of 1, used or not.
+        foretold = jnp.any(draft_lens > 0)
+        state = when(foretold, functools.partial(turn, width=draft_len), state)
+        return step + 1, when(~foretold, functools.partial(turn, width=0), state)
 
     state = jax.lax.while_loop(goes_on, one_step, (jnp.int32(0), state))[1]
     return state, report_of(state, before, max_steps * (1 + draft_len), jnp.zeros_like(before))
+
+
+def _step(
+    config: CacheConfig,
+    models: Models,
+    state: EngineState,
+    slot: Array,
+    live: Array,
+    drafts: Array,
+    draft_lens: Array,
+) -> EngineState:
+    """Gives live rows (bool[row]) their next tokens: checks the first draft_lens of drafts i32[row, draft], ends rows."""
+    last = jnp.take_along_axis(state.tokens[slot], state.num_tokens[slot][:, None] - 1, axis=1)
+    asked = jnp.where(live, 1 + draft_lens, 0)
+    ids = jnp.where(live, slot, config.no_seq)
+    cache, view = reserve(config, state.cache, ids, asked, 1 + drafts.shape[1])
+    if models.draft is not None:
+        sampling = jax.tree.map(lambda x: x[slot], state.sampling)
+        index = (state.num_tokens - state.num_prompt)[slot]
+        cache, drafts = propose(config, models.draft, cache, view, sampling, last[:, 0], index)
+    hidden, store = models.target(jnp.concatenate([last, drafts], axis=1), cache.store, view)
+    state = dataclasses.replace(state, cache=dataclasses.replace(cache, store=store))
+    live = view.q_lens > 0
+    logits = models.target.unembed(hidden)
+    state, finish = accept(config, state, slot, live, logits, drafts, draft_lens)
+    ended = live & (finish != RUNNING)
+    return _end(config, state, slot, ended & (finish != NOT_FINITE), ended)
 
 
 def drop(config: CacheConfig, state: EngineState, seq_mask: Array) -> tuple[EngineState, Report]:
@@ -161,9 +184,17 @@ def drop(config: CacheConfig, state: EngineState, seq_mask: Array) -> tuple[Engi
 
 
 def _plan(
-    config: CacheConfig, draft_len: int, models: Models, state: EngineState, slot: Array
+    config: CacheConfig,
+    draft_len: int,
+    models: Models,
+    state: EngineState,
+    slot: Array,
+    live: Array,
 ) -> tuple[Array, Array]:
-    """Returns drafts i32[row, draft_len] and how many each row should try, i32[row]; a draft model fills them in later."""
+    """Returns drafts i32[row, draft_len] and how many each row should try, i32[row]; a draft model fills them in later.
+
+    Rows that are not live (bool[row]) try none.
+    """
     num_tokens = state.num_tokens[slot]
     drafts = jnp.zeros((len(slot), draft_len), jnp.int32)
     lens = jnp.full_like(slot, draft_len)
@@ -173,7 +204,7 @@ def _plan(
     if config.is_quantised:
         # What is refused must not have filled a block: a sealed one cannot be cut.
         lens = jnp.minimum(lens, config.block_size - 1 - (num_tokens - 1) % config.block_size)
-    return drafts, jnp.maximum(lens, 0)
+    return drafts, jnp.where(live, jnp.maximum(lens, 0), 0)
 
 
 def _end(
