@@ -256,6 +256,31 @@ def test_warm_up_compiles_what_there_will_be() -> None:
         assert engine.warm_up() == engine.shapes.num_programs == 4
 
 
+def test_a_step_is_as_wide_as_what_was_foretold() -> None:
+    """Every step takes one token, or the drafts too: together they make up what was generated behind the first token."""
+    widths: list[int] = []
+
+    class Watched:
+        """MODEL, which tells how many tokens a row each call really computes."""
+
+        def __call__(self, tokens: Any, store: Any, view: Any) -> Any:
+            jax.debug.callback(lambda: widths.append(tokens.shape[1]))
+            return MODEL(tokens, store, view)
+
+        unembed = staticmethod(MODEL.unembed)
+
+    jax.tree_util.register_static(Watched)
+    engine = Engine(Watched(), CONFIG, prefill_shapes=[(1, 16)], max_steps=3, draft_len=3)
+    handle = engine.submit(Request([7, 8, 9, 20, 7, 8, 9], max_tokens=24, ignore_eos=True))
+    engine.run_until_idle()
+    jax.effects_barrier()
+    plain, drafted = widths.count(1), widths.count(4)
+    assert plain > 0
+    assert 0 < drafted <= engine.stats.num_drafted  # no drafted step without a draft
+    assert len(widths) == 1 + plain + drafted
+    assert len(handle.outputs[0].tokens) == 1 + plain + drafted + engine.stats.num_accepted
+
+
 def _serve_random(engine: Engine, total: int, rng: np.random.Generator) -> list[Any]:
     """Submits, steps and aborts at random until `total` requests have ended; returns why they did."""
     handles: list[Any] = []
