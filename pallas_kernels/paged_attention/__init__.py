@@ -51,8 +51,8 @@ def paged_attention(
       soft_cap: positive; scores become soft_cap * tanh(score / soft_cap).  None switches it off.
       window: a query sees the last `window` keys, itself included (Hugging Face's meaning); >= 1; may be
         traced.  None means all.
-      implementation: "tpu" (Mosaic), "triton" (CUDA, sm_80 and later), "hopper" (CUDA, sm_90), "xla" (anywhere),
-        "reference"; or "auto": tpu, triton or xla, by the platform the program is lowered for.
+      implementation: "tpu" (Mosaic), "triton" (CUDA, sm_80 and later), "hopper" (CUDA, sm_90), "xla" (anywhere; one row
+        after another, which is right for a CPU), "reference"; or "auto": tpu, triton or xla, by the platform the program is lowered for.
       return_lse: also return the log-sum-exp of the scores, for merging partial attention.
 
     Returns:

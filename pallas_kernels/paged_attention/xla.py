@@ -22,8 +22,8 @@ from pallas_kernels.layout import Array, BatchView, KVStore, decode
 from pallas_kernels.paged_attention.spec import last_seen, query_valid
 from pallas_kernels.sealed import SealedStore, unseal_keys, unseal_values
 
-CHUNK_BYTES = 192 * 1024  # of the buffer at most
-# Up to here multiplying both halves of the buffer costs less than cutting it in two.
+CHUNK_BYTES = 192 * 1024  # of the buffer at most, unless two blocks are more
+# Up to here multiplying both halves of the buffer costs less than cutting it in two (an infinite V then makes the key's score NaN).
 FEW_QUERIES = 16
 
 
