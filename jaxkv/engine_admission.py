@@ -10,6 +10,7 @@ from typing import Protocol
 
 from jaxkv.config import CacheConfig
 from jaxkv.eviction import Policy
+from jaxkv.prompt_check import check_ids, check_prompt
 from jaxkv.request import Request
 from jaxkv.status import CapacityError
 from jaxkv.stop_text import TextStream
@@ -64,18 +65,8 @@ class Admission:
           ValueError, CapacityError: see `Engine.submit`.
         """
         config = self.config
-        if not prompt:
-            raise ValueError("prompt: expected at least one token, got an empty prompt")
-        for name, ids in (("prompt", prompt), ("stop_ids", request.stop_ids)):
-            bad = [token for token in ids if not 0 <= token < self.num_ids]
-            if bad:
-                raise ValueError(f"{name}: expected token ids in [0, {self.num_ids}), got {bad[0]}")
-        total = len(prompt) + request.max_tokens
-        if total > config.max_seq_len:
-            raise ValueError(
-                f"prompt: expected prompt and new tokens within the {config.max_seq_len} tokens of a "
-                f"sequence, got {len(prompt)} + {request.max_tokens}"
-            )
+        check_prompt("prompt", prompt, request.max_tokens, self.num_ids, config.max_seq_len)
+        check_ids("stop_ids", request.stop_ids, self.num_ids)
         if len(self.stop_ids(request)) > self.max_stop_ids:
             raise ValueError(
                 f"stop_ids: expected at most {self.max_stop_ids} end tokens, got "
@@ -84,7 +75,7 @@ class Admission:
         tenant, lanes = request.namespace.tenant, self.policy.num_lanes
         if 1 < lanes <= tenant:
             raise ValueError(f"namespace.tenant: expected one in [0, {lanes}), got {tenant}")
-        need = -(-(total - 1) // config.block_size)
+        need = -(-(len(prompt) + request.max_tokens - 1) // config.block_size)
         if need > config.num_blocks:
             raise CapacityError(
                 f"pool too small for the request: need {need} blocks of {config.block_size} tokens, the "

@@ -24,6 +24,7 @@ from jaxkv.config import CacheConfig
 from jaxkv.decode_loop import DecodeState
 from jaxkv.ledger import fragmentation
 from jaxkv.model import DecoderModel
+from jaxkv.prompt_check import check_prompt
 from jaxkv.sampling import SamplingParams, sampling_state
 from jaxkv.status import CapacityError, StatusBit
 
@@ -183,18 +184,7 @@ class Generator:
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         for i, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                raise ValueError(f"prompts[{i}]: expected at least one token, got an empty prompt")
-            bad = [t for t in prompt if not 0 <= t < self._vocab]
-            if bad:
-                raise ValueError(
-                    f"prompts[{i}]: expected token ids in [0, {self._vocab}), got {bad[0]}"
-                )
-            if len(prompt) + max_new_tokens > config.max_seq_len:
-                raise ValueError(
-                    f"prompts[{i}]: expected prompt and new tokens within the {config.max_seq_len} "
-                    f"tokens of a sequence, got {len(prompt)} + {max_new_tokens}"
-                )
+            check_prompt(f"prompts[{i}]", prompt, max_new_tokens, self._vocab, config.max_seq_len)
         num_seqs = len(prompts) * num_samples
         if num_seqs > config.max_seqs:
             raise CapacityError(
