@@ -1,7 +1,8 @@
 """Decode on CPU: SmolLM2-135M through the paged cache, beside transformers on the same machine and threads.
 
 Needs torch, transformers, accelerate and gguf, and the model's file (see `model_path`).  The ratio is transformers'
-time over ours: at least 1.7 against `generate`, 1.3 against a bare loop over the forward.
+time over ours: at least 1.7 against `generate`, 1.3 against a bare loop over the forward.  What it gave, and why two threads
+give less than one: `results/cpu_decode.md`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import itertools
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bar while it reads the file
 
 import harness
 import jax
@@ -103,6 +106,7 @@ class Transformers:
         import torch
         import transformers
 
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(threads())
