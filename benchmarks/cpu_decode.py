@@ -1,8 +1,8 @@
 """Decode on CPU: SmolLM2-135M through the paged cache, beside transformers on the same machine and threads.
 
 Needs torch, transformers, accelerate and gguf, and the model's file (see `model_path`).  The ratio is transformers'
-time over ours: at least 1.7 against `generate`, 1.3 against a bare loop over the forward.  What it gave, and why two threads
-give less than one: `results/cpu_decode.md`.
+time over ours: at least 1.7 against `generate`, 1.3 against a bare loop over the forward.  What it gave, and what was
+tried for the second core: `results/cpu_decode.md`.
 """
 
 from __future__ import annotations
