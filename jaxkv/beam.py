@@ -81,14 +81,8 @@ class BeamSearcher(Generator):
             prompt_tokens=sum(map(len, prompts)), num_blocks=self.config.num_blocks
         )
         rows = self.config.max_seqs
-        run = decode_loop.init_state(
-            self.config,
-            self.model,
-            sampling_state([SamplingParams()] * rows, [0] * rows),
-            jnp.full(rows, max_new_tokens, jnp.int32),
-            jnp.array(self.eos_token_ids, jnp.int32),
-            max_new_tokens,
-        )
+        sampling = sampling_state([SamplingParams()] * rows, [0] * rows)
+        run = self._init(sampling, [max_new_tokens] * rows, max_new_tokens)
         run = self._prefill(run, prompts, num_beams)
         state = beam_loop.init_beams(run, len(prompts), num_beams, length_penalty, early_stopping)
         state = self._timed("decode_s", beam_loop.start, state)

@@ -13,9 +13,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxkv.cache import PagedKVCache, fork, init_cache, release, reserve
 from jaxkv.config import CacheConfig
+from jaxkv.mesh import device_config, mesh_of, spmd
 from jaxkv.model import DecoderModel
 from jaxkv.sampling import SamplingState, sample
 
@@ -105,12 +107,13 @@ def _hidden_of_one_token(config: CacheConfig, model: DecoderModel) -> Array:
 
 
 def vocab_size(config: CacheConfig, model: DecoderModel) -> int:
-    """Returns the width of the model's logits, from shapes alone."""
+    """Returns the width of the model's logits, from shapes alone; a host function."""
+    mesh = mesh_of(model)
 
     def logits(model: DecoderModel) -> Array:
-        return model.unembed(_hidden_of_one_token(config, model))
+        return model.unembed(_hidden_of_one_token(device_config(config, mesh), model))
 
-    return jax.eval_shape(logits, model).shape[-1]
+    return jax.eval_shape(spmd(logits, mesh, (model,), PartitionSpec()), model).shape[-1]
 
 
 def prefill(

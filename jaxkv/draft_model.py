@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxkv.block_table import blocks_held
 from jaxkv.cache import PagedKVCache
 from jaxkv.config import CacheConfig
 from jaxkv.decode_loop import vocab_size
 from jaxkv.kv_store import Store, init_store
+from jaxkv.mesh import num_head_shards
 from jaxkv.model import DecoderModel
 from jaxkv.sampling import SamplingState, sample
 from pallas_kernels.layout import BatchView
@@ -54,6 +56,19 @@ class DraftModel:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+
+    def on_device(self, mesh: Mesh | None) -> DraftModel:
+        """Returns the model as one device of the mesh holds it: with its share of the heads.
+
+        Raises:
+          ValueError: the heads do not divide.
+        """
+        shards = num_head_shards(mesh)
+        if self.num_kv_heads % shards:
+            raise ValueError(
+                f"draft: expected a multiple of the mesh's {shards} head shards, got {self.num_kv_heads} K/V heads"
+            )
+        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // shards)
 
     def cache_config(self, config: CacheConfig) -> CacheConfig:
         """Returns the target's cache with this model's K and V; its `layout.nbytes` is what the draft costs.

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxkv import engine_loop
 from jaxkv.config import CacheConfig
@@ -28,6 +29,7 @@ from jaxkv.engine_state import (
     place,
 )
 from jaxkv.eviction import Policy
+from jaxkv.mesh import device_config, init_on, mesh_of, specs_of, spmd
 from jaxkv.model import DecoderModel
 from jaxkv.namespace import NUM_WORDS
 from jaxkv.sampling import SamplingParams
@@ -108,8 +110,14 @@ class Programs:
         draft: DraftModel | None = None,
     ) -> None:
         self.models = Models(model, None if draft is None else draft.model)
+        self._mesh = mesh_of(self.models)
         self.config, self.shapes = config, shapes
-        self.state = init_engine_state(config, policy, shapes.max_stop_ids, draft)
+        self._device_config = mine = device_config(config, self._mesh)
+        if draft is not None:
+            draft = draft.on_device(self._mesh)
+        self.state = init_on(
+            self._mesh, lambda: init_engine_state(mine, policy, shapes.max_stop_ids, draft)
+        )
         self.num_compiles = self.num_dispatches = 0
         self.compile_s = self.device_s = 0.0
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -120,7 +128,7 @@ class Programs:
 
     def feed(self, slots: Sequence[int], rows: int, chunk: int) -> Report:
         """Runs `engine_loop.feed` on the slots, padded to `rows`."""
-        step = functools.partial(engine_loop.feed, self.config, chunk)
+        step = functools.partial(engine_loop.feed, self._device_config, chunk)
         return self._dispatch(("feed", rows, chunk), step, self._rows(slots, rows))
 
     def decode(self, slots: Sequence[int], num_steps: int) -> Report:
@@ -131,7 +139,7 @@ class Programs:
         """Runs `engine_loop.drop` on the slots."""
         mask = np.zeros(self.config.max_seqs, np.bool_)
         mask[list(slots)] = True
-        return self._dispatch(("drop",), functools.partial(engine_loop.drop, self.config), mask)
+        return self._dispatch(("drop",), functools.partial(engine_loop.drop, self._device_config), mask)
 
     def warm_up(self) -> int:
         """Compiles whatever is not compiled yet by running it on no rows; returns the number of programs."""
@@ -145,7 +153,7 @@ class Programs:
 
     def _decode(self, slots: Sequence[int], rows: int, num_steps: int) -> Report:
         sizes = self.shapes.max_steps, self.shapes.draft_len
-        step = functools.partial(engine_loop.decode, self.config, *sizes)
+        step = functools.partial(engine_loop.decode, self._device_config, *sizes)
         args = self._rows(slots, rows), np.int32(num_steps)
         return self._dispatch(("decode", rows), step, *args)
 
@@ -174,6 +182,10 @@ class Programs:
         leading: tuple[Any, ...] = (self.models, self.state) if takes_model else (self.state,)
         if key not in self._compiled:
             begin = time.perf_counter()
+            out_specs = specs_of(self.state)
+            if step is not place:
+                out_specs = out_specs, PartitionSpec()
+            step = spmd(step, self._mesh, (*leading, *args), out_specs)
             jitted = jax.jit(step, donate_argnums=len(leading) - 1)
             self._compiled[key] = jitted.lower(*leading, *args).compile()
             self.num_compiles += 1

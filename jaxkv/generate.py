@@ -4,6 +4,7 @@ Invariants:
   * Everything is checked before a byte is allocated; a bad request changes nothing.
   * Three programs are compiled per shape (prefill chunk, start, decode) and reused for the whole run.
   * The host sees tokens once per dispatch of `steps_per_dispatch` steps.
+  * A model on a mesh (`jaxkv.mesh`) runs there; the state then lies there too, and describes what one device holds.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from jaxkv.cache import PagedKVCache, raise_for_status
 from jaxkv.config import CacheConfig
 from jaxkv.decode_loop import DecodeState
 from jaxkv.ledger import fragmentation
+from jaxkv.mesh import device_config, init_on, mesh_of, specs_of, spmd
 from jaxkv.model import DecoderModel
 from jaxkv.prompt_check import check_prompt
-from jaxkv.sampling import SamplingParams, sampling_state
+from jaxkv.sampling import SamplingParams, SamplingState, sampling_state
 from jaxkv.status import CapacityError, StatusBit
 
 State = TypeVar("State")
@@ -83,8 +85,8 @@ class Generator:
     """Compiled generation for one model and one cache config.
 
     Args:
-      model: any `DecoderModel`; its weights are arguments of the compiled programs.
-      config: the cache; max_seqs is the number of sequences that run at once.
+      model: any `DecoderModel`; its weights are arguments of the compiled programs, and say where they run.
+      config: the whole cache; max_seqs is the number of sequences that run at once.
       eos_token_ids: ids that end a sequence.
       prefill_chunk: prompt tokens per row and prefill call.
       steps_per_dispatch: decode steps between two looks of the host.
@@ -92,7 +94,7 @@ class Generator:
         the cache, so whatever it wants to keep it must fetch.
 
     Raises:
-      ValueError: a size is not positive.
+      ValueError: a size is not positive, or the heads do not divide over the model's mesh.
     """
 
     def __init__(
@@ -118,6 +120,8 @@ class Generator:
         self.steps_per_dispatch = steps_per_dispatch
         self.observe = observe
         self.stats = RunStats()
+        self._mesh = mesh_of(model)
+        self._device_config = device_config(config, self._mesh)
         self._vocab = decode_loop.vocab_size(config, model)
         self._programs: dict[Any, Callable[..., Any]] = {}
 
@@ -213,15 +217,12 @@ class Generator:
         )
         owners = [(p, i) for p in range(len(prompts)) for i in range(num_samples)]
         idle = self.config.max_seqs - len(owners)
-        state = decode_loop.init_state(
-            self.config,
-            self.model,
+        state = self._init(
             sampling_state(
                 [params[p] for p, _ in owners] + [SamplingParams()] * idle,
                 [i for _, i in owners] + [0] * idle,
             ),
-            jnp.array([max_new_tokens] * len(owners) + [0] * idle, jnp.int32),
-            jnp.array(self.eos_token_ids, jnp.int32),
+            [max_new_tokens] * len(owners) + [0] * idle,
             max_new_tokens,
         )
         state = self._prefill(state, prompts, num_samples)
@@ -263,6 +264,18 @@ class Generator:
             reason = "stop" if ended else "length" if done[row] else "out_of_blocks"
             yield Completion(p, i, mine, reason)
 
+    def _init(
+        self, sampling: SamplingState, max_tokens: Sequence[int], max_new_tokens: int
+    ) -> DecodeState:
+        """Returns the state of a run before its prefill, where the model is."""
+
+        def init(model: DecoderModel, *args: Any) -> DecodeState:
+            return decode_loop.init_state(self._device_config, model, *args, max_new_tokens)
+
+        eos_ids = jnp.array(self.eos_token_ids, jnp.int32)
+        limits = jnp.array(max_tokens, jnp.int32)
+        return init_on(self._mesh, init, self.model, sampling, limits, eos_ids)
+
     def _prefill(
         self, state: DecodeState, prompts: Sequence[Sequence[int]], num_samples: int
     ) -> DecodeState:
@@ -290,7 +303,9 @@ class Generator:
         )
         if key not in self._programs:
             begin = time.perf_counter()
-            jitted = jax.jit(functools.partial(step, self.config), donate_argnums=1)
+            function = functools.partial(step, self._device_config)
+            function = spmd(function, self._mesh, (self.model, state, *args), specs_of(state))
+            jitted = jax.jit(function, donate_argnums=1)
             self._programs[key] = jitted.lower(self.model, state, *args).compile()
             self.stats.compile_s += time.perf_counter() - begin
         begin = time.perf_counter()

@@ -12,6 +12,8 @@ Invariants:
     [out, in], and the left operand where rows are few (`_times`): 10.1 ms for 113 MB with 8 rows, the other way round
     15.8 ms; but 256 tokens of a prompt take 597 ms with the matrices left, 467 right.
   * Norms and rotation are float32, matmul results have the dtype of the weights, logits are float32.
+  * On a mesh (`models.qwen.sharding`) the same code runs on every device with its part of the weights; what the devices
+    hold of a layer's output is summed twice, of the embedding once, and the logits are gathered.
   * The module is a pytree: pass it to `jax.jit` as an argument, so that weights are not constants of the program.
 """
 
@@ -33,6 +35,7 @@ from pallas_kernels.cached_attention import Store, cached_attention
 from pallas_kernels.layout import BatchView
 
 Array = jax.Array
+SUMMED = "o_proj", "down_proj"  # matrices whose inputs are divided over the devices of a mesh
 FEW_ROWS = 16  # of activations: up to here a product is bound by reading its matrix
 Carry = TypeVar("Carry")
 Window = Array | int | None
@@ -117,15 +120,13 @@ class DecoderLayer(nnx.Module):
           cos, sin: f32[row, q_pos, 1, head_dim / 2].
           layer: i32[], index of this layer.
           window: sliding window of this layer in tokens; None for all.
-          product: `product(name, h)` is h times the layer's matrix of that name.
+          product: `product(name, h)` is h times the layer's matrix of that name, all devices' parts added up.
           attend: see `Qwen.forward`.
           carry: the state of `attend`.
         """
         config = self.config
         h = rms_norm(x, self.input_norm[...], config.rms_norm_eps)
-        q = self._heads(product, h, "q", config.num_q_heads)
-        k = self._heads(product, h, "k", config.num_kv_heads)
-        v = self._heads(product, h, "v", config.num_kv_heads)
+        q, k, v = (self._heads(product, h, name) for name in "qkv")
         if config.qk_norm:
             q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
@@ -140,8 +141,8 @@ class DecoderLayer(nnx.Module):
         """Returns h times the matrix of that name, which this layer holds itself."""
         return h @ getattr(self, name)[...]
 
-    def _heads(self, product: Product, h: Array, name: str, num_heads: int) -> Array:
-        """Projects to float[row, q_pos, head, head_dim].
+    def _heads(self, product: Product, h: Array, name: str) -> Array:
+        """Projects to float[row, q_pos, head, head_dim], all heads that this device has weights of.
 
         The barrier keeps the layout the heads would like away from the weights: XLA:TPU else transposes the
         whole stacks of q, k and v before the loop (1.5 GB more for Qwen3-8B, at every dispatch).
@@ -149,9 +150,7 @@ class DecoderLayer(nnx.Module):
         out = product(f"{name}_proj", h)
         if self.config.qkv_bias:
             out = _add_bias(out, getattr(self, f"{name}_bias")[...])
-        return jax.lax.optimization_barrier(out).reshape(
-            *h.shape[:2], num_heads, self.config.head_dim
-        )
+        return jax.lax.optimization_barrier(out).reshape(*h.shape[:2], -1, self.config.head_dim)
 
 
 class Qwen(nnx.Module):
@@ -160,6 +159,8 @@ class Qwen(nnx.Module):
     Attributes:
       config: static description.
       implementation: static; passed to the cache's ops.
+      mesh_axes: static; the mesh axes its weights are divided along (`models.qwen.sharding`), the last of them that of
+        devices with the same heads; empty on one device.
       embed: param[vocab, hidden].
       layers: DecoderLayer whose weights are stacked, param[layer, ...].
       final_norm: param[hidden].
@@ -182,6 +183,7 @@ class Qwen(nnx.Module):
         _check_shapes(config, weights)
         self.config = config
         self.implementation = implementation
+        self.mesh_axes: tuple[str, ...] = ()
         for name in top_shapes(config):
             setattr(self, name, nnx.Param(weights[name]))
         self.layers = DecoderLayer(config, weights["layers"])
@@ -236,8 +238,11 @@ class Qwen(nnx.Module):
         def attend(
             store: Store, layer: Array, q: Array, k: Array, v: Array, window: Window
         ) -> tuple[Array, Store]:
-            how = {"scale": scale, "window": window, "implementation": self.implementation}
-            return cached_attention(q, k, v, store, layer, view, **how)
+            return cached_attention(
+                q, k, v, store, layer, view,
+                scale=scale, window=window, implementation=self.implementation,
+                row_axis=self.mesh_axes[-1] if self.mesh_axes else None,
+            )  # fmt: skip
 
         return self.forward(tokens, view.positions, attend, store)
 
@@ -249,14 +254,15 @@ class Qwen(nnx.Module):
         Args:
           tokens, positions: i32[row, q_pos].
           attend: `attend(carry, layer, q, k, v, window) -> (out, carry)` with layer i32[], q and out
-            float[row, q_pos, q_head, head_dim], k and v float[row, q_pos, kv_head, head_dim], both rotated;
+            float[row, q_pos, q_head, head_dim], k and v float[row, q_pos, kv_head, head_dim], both rotated, all of the
+            device's own heads; on a mesh the sum of the devices' out is taken (see `cached_attention`'s row_axis);
             window an i32[] or int (`NO_WINDOW` for full layers between sliding ones), or None.
           carry: first state of `attend`; its structure and shapes do not change.
 
         Returns:
           hidden float[row, q_pos, hidden] after the final norm, and the last carry.
         """
-        x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
+        x = self._embed(tokens)
         cos, sin = cos_sin(self.config.rope, self.config.head_dim, positions)
         layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
 
@@ -269,29 +275,53 @@ class Qwen(nnx.Module):
         (x, carry), _ = jax.lax.scan(step, (x, carry), xs)
         return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps), carry
 
+    def _embed(self, tokens: Array) -> Array:
+        """Returns the embeddings float[row, q_pos, hidden] of tokens."""
+        embed = self.embed[...]
+        if not self.mesh_axes:
+            return jnp.take(embed, tokens, axis=0, mode="clip")
+        tokens = jnp.clip(tokens, 0, self.config.vocab_size - 1)
+        tokens -= jax.lax.axis_index(self.mesh_axes) * embed.shape[0]
+        mine = (tokens >= 0) & (tokens < embed.shape[0])
+        x = jnp.take(embed, tokens, axis=0, mode="clip")
+        return jax.lax.psum(jnp.where(mine[..., None], x, 0), self.mesh_axes)
+
     def _product(self, weights: DecoderLayer, layer: Array) -> Product:
         """Returns how the layer multiplies: with its slice of the stack, or with the array of its own."""
         matrices = self.matrices
-        if matrices is None:
-            return weights.product
 
         def product(name: str, h: Array) -> Array:
-            one_a_layer = [functools.partial(_times, matrix[...]) for matrix in matrices[name]]
-            return jax.lax.switch(layer, one_a_layer, h)
+            if matrices is None:
+                out = weights.product(name, h)
+            else:
+                one_a_layer = [functools.partial(_times, matrix[...]) for matrix in matrices[name]]
+                out = jax.lax.switch(layer, one_a_layer, h)
+            if self.mesh_axes and name in SUMMED:
+                out = jax.lax.psum(out, self.mesh_axes)
+            return out
 
         return product
 
     def unembed(self, hidden: Array) -> Array:
         """Returns logits f32[..., vocab] of float[..., hidden] (as `__call__` returns it)."""
         head = self.embed if self.config.tie_word_embeddings else self.lm_head
-        return _times(head[...], hidden, jnp.float32)
+        logits = _times(head[...], hidden, jnp.float32)
+        if not self.mesh_axes:
+            return logits
+        logits = jax.lax.all_gather(logits, self.mesh_axes, axis=logits.ndim - 1, tiled=True)
+        return logits[..., : self.config.vocab_size]
 
     def _check_call(self, tokens: Array, store: Store, view: BatchView) -> None:
         config, layout = self.config, store.layout
-        for name in ("num_layers", "num_kv_heads", "head_dim"):
-            if getattr(layout, name) != getattr(config, name):
+        shards = jax.lax.axis_size(self.mesh_axes[0]) if self.mesh_axes else 1
+        for name, expected in (
+            ("num_layers", config.num_layers),
+            ("num_kv_heads", config.num_kv_heads // shards),
+            ("head_dim", config.head_dim),
+        ):
+            if getattr(layout, name) != expected:
                 raise ValueError(
-                    f"store: expected {name} {getattr(config, name)} of the model, got {getattr(layout, name)}"
+                    f"store: expected {name} {expected} of the model, got {getattr(layout, name)}"
                 )
         if tokens.shape != view.positions.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(

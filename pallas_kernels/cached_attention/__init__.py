@@ -14,6 +14,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 
 from pallas_kernels.cached_attention.quantised import quantised_attention
+from pallas_kernels.cached_attention.shared_rows import rows_to_read
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.layout import Array, BatchView, KVStore
 from pallas_kernels.paged_attention import paged_attention
@@ -34,6 +35,7 @@ def cached_attention(
     soft_cap: Array | float | None = None,
     window: Array | int | None = None,
     implementation: str = "auto",
+    row_axis: str | None = None,
 ) -> tuple[Array, Store]:
     """Writes new tokens into the cache and returns their causal attention over all tokens of their rows.
 
@@ -47,9 +49,12 @@ def cached_attention(
       layer: i32[], counted over all layers of the model; may be traced.
       view: tables, lengths and positions of the rows.
       scale, soft_cap, window, implementation: as in `paged_attention`; `implementation` is that of every op called.
+      row_axis: inside `jax.shard_map`, the mesh axis whose devices hold the same heads of the store.  All of them write all
+        rows, and each attends for its part of the rows.
 
     Returns:
-      out q.dtype[row, q_pos, q_head, head_dim], and the store.
+      out q.dtype[row, q_pos, q_head, head_dim], and the store.  With a `row_axis`, out is zero in the rows of other
+      devices: the sum over the axis is the whole.
 
     Raises:
       ValueError: shapes, dtypes or names that do not fit; the message names the value and what was expected.
@@ -57,8 +62,9 @@ def cached_attention(
     """
     layer = jnp.asarray(layer, jnp.int32)
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
+    read = rows_to_read(view, store, row_axis)
     if isinstance(store, QuantisedStore):
-        return quantised_attention(q, k, v, store, layer, view, options, implementation)
+        return quantised_attention(q, k, v, store, layer, view, read, options, implementation)
     store = write_kv(store, layer, k, v, view, implementation=implementation)
-    out = paged_attention(q, store, layer, view, **options, implementation=implementation)
+    out = paged_attention(q, store, layer, read, **options, implementation=implementation)
     return cast(Array, out), store

@@ -41,10 +41,13 @@ def quantised_attention(
     store: QuantisedStore,
     layer: Array,
     view: BatchView,
+    read: BatchView,
     options: Options,
     implementation: str,
 ) -> tuple[Array, QuantisedStore]:
     """Returns (out, store) of one layer; see `cached_attention`.
+
+    `read` is the view with the rows that are not to be read empty (see `rows_to_read`).
 
     Raises:
       ValueError: the view names no open blocks.
@@ -52,7 +55,7 @@ def quantised_attention(
     if view.open_ids is None:
         raise ValueError("view.open_ids: expected i32[row] for a quantised store, got None")
     num_wide = store.layout.num_wide_layers
-    call = _Call(q, k, v, view, options, implementation)
+    call = _Call(q, k, v, view, read, options, implementation)
     if store.wide is None:
         return _quantised_layer(call, store, layer)
     end = store.layout.num_layers - num_wide
@@ -72,6 +75,7 @@ class _Call(NamedTuple):
     k: Array
     v: Array
     view: BatchView
+    read: BatchView
     options: Options
     implementation: str
 
@@ -80,7 +84,7 @@ def _wide_layer(call: _Call, store: QuantisedStore, layer: Array) -> tuple[Array
     """A layer that is not quantised."""
     how: Options = {"implementation": call.implementation}
     wide = write_kv(cast(KVStore, store.wide), layer, call.k, call.v, call.view, **how)
-    out = paged_attention(call.q, wide, layer, call.view, **call.options, **how)
+    out = paged_attention(call.q, wide, layer, call.read, **call.options, **how)
     return cast(Array, out), dataclasses.replace(store, wide=wide)
 
 
@@ -92,7 +96,7 @@ def _quantised_layer(
     write = _write_token if call.view.query_len == 1 else _write_chunk
     store, own, own_lse = write(call, store, layer, tail)
     past, past_lse = paged_attention(
-        call.q, store.sealed, layer, call.view, **call.options, **how, return_lse=True
+        call.q, store.sealed, layer, call.read, **call.options, **how, return_lse=True
     )
     return _merge(call.q.dtype, past, past_lse, own, own_lse), store
 
@@ -107,7 +111,8 @@ def _write_token(
     """
     how: Options = {"implementation": call.implementation}
     open_ = write_kv(store.open, layer, call.k, call.v, tail, **how)
-    out, lse = paged_attention(call.q, open_, layer, tail, **call.options, **how, return_lse=True)
+    read = _tail_view(call.read, store.layout.block_size)
+    out, lse = paged_attention(call.q, open_, layer, read, **call.options, **how, return_lse=True)
     full = (tail.q_lens > 0) & (tail.kv_lens == store.layout.block_size)
     ids = jnp.where(full, _tail_ids(call.view, store), store.layout.sealed.no_block)
     open_ids = jnp.minimum(tail.block_tables[:, 0], open_.layout.num_blocks - 1)
@@ -140,7 +145,7 @@ def _write_chunk(
     back = slot[:, None] + jnp.arange(view.query_len, dtype=jnp.int32)[None, :]
     out = jnp.take_along_axis(out, back[:, :, None, None], axis=1)
     lse = jnp.take_along_axis(lse, back[:, :, None], axis=1)
-    valid = jnp.arange(view.query_len, dtype=jnp.int32)[None, :] < view.q_lens[:, None]
+    valid = jnp.arange(view.query_len, dtype=jnp.int32)[None, :] < call.read.q_lens[:, None]
     lse = jnp.where(valid[..., None], lse, -jnp.inf)
 
     column = ((view.kv_lens - view.q_lens) // block_size)[:, None]
