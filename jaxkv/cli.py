@@ -102,12 +102,13 @@ for _command in (
     app.command()(_command)
 
 
-def _load(model: str | None, weights_format: str) -> Loaded:
-    """Loads a model; the one that ships where none is named.
+def _load(model: str | None, weights_format: str, num_devices: int = 1) -> Loaded:
+    """Loads a model, divided over so many devices; the one that ships where none is named.
 
     Raises:
-      FileNotFoundError, ValueError, NotImplementedError, ImportError: see `models.qwen.load`.
+      FileNotFoundError, ValueError, NotImplementedError, ImportError: see `models.qwen.load` and `models.qwen.shard`.
     """
+    from jaxkv.mesh import make_mesh, mesh_shape
     from pallas_kernels.layout import kv_format
 
     dtype = kv_format(weights_format).dtype
@@ -121,6 +122,9 @@ def _load(model: str | None, weights_format: str) -> Loaded:
         loaded = models.qwen.load(models.tiny.path() if model is None else model, dtype=dtype)
         if jax.default_backend() == "cpu":
             loaded = dataclasses.replace(loaded, model=loaded.model.spread())
+        if num_devices > 1:
+            mesh = make_mesh(*mesh_shape(loaded.config.num_kv_heads, num_devices))
+            loaded = dataclasses.replace(loaded, model=models.qwen.shard(loaded.model, mesh))
         return loaded
 
 

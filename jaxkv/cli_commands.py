@@ -16,6 +16,7 @@ from rich.console import Console
 from jaxkv import cli_terminal
 from jaxkv.cli_options import (
     BlockSizeOption,
+    DevicesOption,
     EarlyStop,
     JsonOption,
     KVFormatOption,
@@ -107,6 +108,7 @@ def generate(
         int,
         typer.Option(help="Decode steps between two looks of the host; 1 streams token by token."),
     ] = 16,
+    devices: DevicesOption = 1,
     stats: Annotated[
         bool, typer.Option("--stats", help="Write what the run cost to stderr.")
     ] = False,
@@ -116,7 +118,7 @@ def generate(
 
     One prompt streams to the terminal; several run together and are written when all are done.
     """
-    platform = cli_terminal.start_jax()
+    platform = cli_terminal.start_jax(devices)
     from jaxkv import cli_generate, cli_report
     from jaxkv.format_bytes import KVOptions
     from jaxkv.sampling import SamplingParams
@@ -137,13 +139,10 @@ def generate(
         prefill_chunk=prefill_chunk,
         steps_per_dispatch=steps_per_dispatch,
     )
-    request = cli_generate.prepare(context.obj(model, weights_format), texts, options)
+    request = cli_generate.prepare(context.obj(model, weights_format, devices), texts, options)
     completions = _run(request, platform, as_json=as_json, echo=echo)
     if stats:
-        config = request.generator.config
-        cli_terminal.stderr().print(
-            cli_report.stats_table(request.generator.stats, config, platform)
-        )
+        cli_terminal.stderr().print(cli_report.stats_table(request.generator, platform))
     if cli_generate.note_unfinished(request, completions):
         raise typer.Exit(UNFINISHED)
 

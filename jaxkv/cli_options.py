@@ -64,6 +64,12 @@ WideLayersOption = Annotated[
         "--num-wide-layers", help="Quantised formats: layers at each end that stay in bfloat16."
     ),
 ]
+DevicesOption = Annotated[
+    int,
+    typer.Option(
+        help="Devices to divide the model and its cache over; on CPU, cores that each work as one."
+    ),
+]
 NumBlocksOption = Annotated[
     int | None, typer.Option(show_default="enough for the request", help="Blocks of the pool.")
 ]

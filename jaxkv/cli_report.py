@@ -9,7 +9,8 @@ from rich.table import Table
 
 from jaxkv.cli_terminal import format_bytes, format_percent, two_columns
 from jaxkv.config import CacheConfig
-from jaxkv.generate import RunStats
+from jaxkv.generate import Generator
+from jaxkv.mesh import HEADS, ROWS
 from jaxkv.profile import MemoryProfile
 from pallas_kernels.sealed import QuantisedLayout
 
@@ -20,26 +21,29 @@ def open_bytes(config: CacheConfig) -> int:
     return layout.open.nbytes if isinstance(layout, QuantisedLayout) else 0
 
 
-def stats_table(stats: RunStats, config: CacheConfig, platform: str) -> Table:
-    """Returns what a run cost."""
+def stats_table(generator: Generator, platform: str) -> Table:
+    """Returns what the last run cost."""
+    stats, config, mesh = generator.stats, generator.config, generator.mesh
     prefill = stats.prompt_tokens / stats.prefill_s if stats.prefill_s > 0 else 0.0
     peak = format_percent(stats.peak_blocks / stats.num_blocks)
     kv = format_bytes(config.layout.nbytes)
     if open_bytes(config):
         kv += f", of it open blocks {format_bytes(open_bytes(config))}"
-    return two_columns(
-        f"jaxkv on {platform}, {config.format}, blocks of {config.block_size} tokens",
-        [
-            ("new tokens", f"{stats.new_tokens:,} at {stats.tokens_per_s:,.1f} tokens/s"),
-            ("prompt tokens", f"{stats.prompt_tokens:,} at {prefill:,.1f} tokens/s"),
-            ("compile time", f"{stats.compile_s:.2f} s"),
-            ("dispatches", f"{stats.dispatches:,}"),
-            ("blocks, peak", f"{stats.peak_blocks:,} of {stats.num_blocks:,} ({peak})"),
-            ("blocks used after the run", f"{stats.used_blocks:,}"),
-            ("KV bytes", kv),
-            ("fragmentation, peak", format_percent(stats.peak_fragmentation)),
-        ],
-    )
+    rows = [
+        ("new tokens", f"{stats.new_tokens:,} at {stats.tokens_per_s:,.1f} tokens/s"),
+        ("prompt tokens", f"{stats.prompt_tokens:,} at {prefill:,.1f} tokens/s"),
+        ("compile time", f"{stats.compile_s:.2f} s"),
+        ("dispatches", f"{stats.dispatches:,}"),
+        ("blocks, peak", f"{stats.peak_blocks:,} of {stats.num_blocks:,} ({peak})"),
+        ("blocks used after the run", f"{stats.used_blocks:,}"),
+        ("KV bytes", kv),
+        ("fragmentation, peak", format_percent(stats.peak_fragmentation)),
+    ]
+    if mesh is not None:
+        parts = f"K/V heads in {mesh.shape[HEADS]}, rows in {mesh.shape[ROWS]}"
+        rows.append(("devices", f"{mesh.size}: {parts}"))
+    title = f"jaxkv on {platform}, {config.format}, blocks of {config.block_size} tokens"
+    return two_columns(title, rows)
 
 
 def profile_table(profile: MemoryProfile, title: str) -> Table:

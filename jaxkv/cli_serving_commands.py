@@ -16,6 +16,7 @@ from rich.console import Console
 from jaxkv import cli_terminal
 from jaxkv.cli_options import (
     BlockSizeOption,
+    DevicesOption,
     DraftLenOption,
     DraftModelOption,
     EngineBlocksOption,
@@ -63,6 +64,7 @@ def serve(
     ] = 8,
     draft_len: DraftLenOption = 0,
     draft_model: DraftModelOption = None,
+    devices: DevicesOption = 1,
     policy: PolicyOption = "lru",
     tenant_weights: TenantWeightsOption = None,
     scrub: Annotated[
@@ -85,7 +87,7 @@ def serve(
 
     It writes one line when it is ready. SIGINT and SIGTERM end it in good order.
     """
-    cli_terminal.start_jax()
+    cli_terminal.start_jax(devices)
     from jaxkv import cli_engine, cli_serve
 
     cli_serve.check_packages()
@@ -114,10 +116,10 @@ def serve(
     )
     load_draft = None
     if draft_model is not None:
-        load_draft = functools.partial(context.obj, draft_model, weights_format)
+        load_draft = functools.partial(context.obj, draft_model, weights_format, devices)
     with bind(host, port) as listener:
         cli_serve.run(
-            lambda: context.obj(model, weights_format),
+            lambda: context.obj(model, weights_format, devices),
             cli_serve.model_name(model, name),
             listener,
             options,
@@ -153,6 +155,7 @@ def bench(
     ] = 16,
     draft_len: DraftLenOption = 0,
     draft_model: DraftModelOption = None,
+    devices: DevicesOption = 1,
     policy: PolicyOption = "lru",
     tenant_weights: TenantWeightsOption = None,
     plot: Annotated[
@@ -161,7 +164,7 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Measure throughput and latency of continuous batching on a workload."""
-    platform = cli_terminal.start_jax()
+    platform = cli_terminal.start_jax(devices)
     from jaxkv import cli_bench
     from jaxkv.cli_engine import EngineOptions, parse_weights
 
@@ -187,8 +190,10 @@ def bench(
         policy=policy,
         tenant_weights=parse_weights(tenant_weights),
     )
-    draft = None if draft_model is None else context.obj(draft_model, weights_format)
-    report, stats = cli_bench.run(context.obj(model, weights_format), options, workload, draft)
+    draft = None if draft_model is None else context.obj(draft_model, weights_format, devices)
+    report, stats = cli_bench.run(
+        context.obj(model, weights_format, devices), options, workload, draft
+    )
     if plot is not None:
         cli_bench.save_plot(report, plot)
     if as_json:

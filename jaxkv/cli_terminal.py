@@ -82,21 +82,29 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def start_jax() -> str:
+def start_jax(num_devices: int = 1) -> str:
     """Imports JAX and brings its backend up, without the noise of plugins that find no device.
+
+    Args:
+      num_devices: so many the CPU is to count as, if it is what computes and nothing has started it yet.
 
     Returns:
       The platform: "cpu", "gpu" or "tpu".
 
     Raises:
-      ValueError: the backend that JAX_PLATFORMS names does not start.
+      ValueError: no device asked for, or the backend that JAX_PLATFORMS names does not start.
     """
+    if num_devices < 1:
+        raise ValueError(f"devices: expected at least 1, got {num_devices}")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     with _quiet_stderr():
         import jax
 
         if not debugging():
             logging.getLogger("jax").setLevel(logging.CRITICAL)
+        if num_devices > 1:
+            with contextlib.suppress(RuntimeError):  # started already, with the devices it has
+                jax.config.update("jax_num_cpu_devices", num_devices)
         try:
             return jax.default_backend()
         except RuntimeError as error:

@@ -139,7 +139,9 @@ class Programs:
         """Runs `engine_loop.drop` on the slots."""
         mask = np.zeros(self.config.max_seqs, np.bool_)
         mask[list(slots)] = True
-        return self._dispatch(("drop",), functools.partial(engine_loop.drop, self._device_config), mask)
+        return self._dispatch(
+            ("drop",), functools.partial(engine_loop.drop, self._device_config), mask
+        )
 
     def warm_up(self) -> int:
         """Compiles whatever is not compiled yet by running it on no rows; returns the number of programs."""

@@ -120,8 +120,8 @@ class Generator:
         self.steps_per_dispatch = steps_per_dispatch
         self.observe = observe
         self.stats = RunStats()
-        self._mesh = mesh_of(model)
-        self._device_config = device_config(config, self._mesh)
+        self.mesh = mesh_of(model)
+        self._device_config = device_config(config, self.mesh)
         self._vocab = decode_loop.vocab_size(config, model)
         self._programs: dict[Any, Callable[..., Any]] = {}
 
@@ -269,12 +269,13 @@ class Generator:
     ) -> DecodeState:
         """Returns the state of a run before its prefill, where the model is."""
 
-        def init(model: DecoderModel, *args: Any) -> DecodeState:
-            return decode_loop.init_state(self._device_config, model, *args, max_new_tokens)
+        def init(model: DecoderModel, sampling: Any, limits: Any, eos_ids: Any) -> DecodeState:
+            args = sampling, limits, eos_ids, max_new_tokens
+            return decode_loop.init_state(self._device_config, model, *args)
 
         eos_ids = jnp.array(self.eos_token_ids, jnp.int32)
         limits = jnp.array(max_tokens, jnp.int32)
-        return init_on(self._mesh, init, self.model, sampling, limits, eos_ids)
+        return init_on(self.mesh, init, self.model, sampling, limits, eos_ids)
 
     def _prefill(
         self, state: DecodeState, prompts: Sequence[Sequence[int]], num_samples: int
@@ -303,8 +304,9 @@ class Generator:
         )
         if key not in self._programs:
             begin = time.perf_counter()
-            function = functools.partial(step, self._device_config)
-            function = spmd(function, self._mesh, (self.model, state, *args), specs_of(state))
+            one_device = functools.partial(step, self._device_config)
+            called = self.model, state, *args
+            function = spmd(one_device, self.mesh, called, specs_of(state))
             jitted = jax.jit(function, donate_argnums=1)
             self._programs[key] = jitted.lower(self.model, state, *args).compile()
             self.stats.compile_s += time.perf_counter() - begin

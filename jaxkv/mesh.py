@@ -126,12 +126,14 @@ def state_specs(state: Any) -> Any:
     """Returns how a state that keeps stores is to lie on a mesh: bytes by heads, everything else repeated."""
     by_head = PartitionSpec(None, None, HEADS)
     affine = PartitionSpec(None, None, None, HEADS)
+    plain: dict[str, Any] = {"kv": by_head}
+    sealed: dict[str, Any] = {"codes": by_head, "key_affine": affine, "value_affine": affine}
 
     def specs(node: Any) -> Any:
         if isinstance(node, KVStore):
-            return dataclasses.replace(node, kv=by_head)
+            return dataclasses.replace(node, **plain)
         if isinstance(node, SealedStore):
-            return dataclasses.replace(node, codes=by_head, key_affine=affine, value_affine=affine)
+            return dataclasses.replace(node, **sealed)
         return PartitionSpec()
 
     return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, KVStore | SealedStore))

@@ -29,6 +29,7 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 4)  # for meshes; everything else runs on the first
 if LEVEL in os.environ.get("XLA_FLAGS", ""):
     with old_emitters():
         jax.jit(lambda x: x).lower(0.0).compile()

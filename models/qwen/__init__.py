@@ -6,6 +6,7 @@ from models.qwen.init import abstract_model, random_model
 from models.qwen.load import LoadedModel, config_from_folder, load
 from models.qwen.modeling import DecoderLayer, Qwen
 from models.qwen.rope import RopeConfig
+from models.qwen.sharding import shard
 from models.qwen.tokenizer import TextStream, Tokenizer
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "dense_forward",
     "load",
     "random_model",
+    "shard",
 ]

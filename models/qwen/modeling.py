@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 
 from models.qwen.config import QwenConfig
 from models.qwen.rope import cos_sin, rotate
-from pallas_kernels.cached_attention import Store, cached_attention
+from pallas_kernels.cached_attention import Store, cached_attention, rows_to_read
 from pallas_kernels.layout import BatchView
 
 Array = jax.Array
@@ -234,14 +234,14 @@ class Qwen(nnx.Module):
         """
         self._check_call(tokens, store, view)
         scale = self.config.head_dim**-0.5
+        read = rows_to_read(view, store, self.mesh_axes[-1]) if self.mesh_axes else view
 
         def attend(
             store: Store, layer: Array, q: Array, k: Array, v: Array, window: Window
         ) -> tuple[Array, Store]:
             return cached_attention(
                 q, k, v, store, layer, view,
-                scale=scale, window=window, implementation=self.implementation,
-                row_axis=self.mesh_axes[-1] if self.mesh_axes else None,
+                scale=scale, window=window, implementation=self.implementation, read=read,
             )  # fmt: skip
 
         return self.forward(tokens, view.positions, attend, store)
@@ -255,7 +255,7 @@ class Qwen(nnx.Module):
           tokens, positions: i32[row, q_pos].
           attend: `attend(carry, layer, q, k, v, window) -> (out, carry)` with layer i32[], q and out
             float[row, q_pos, q_head, head_dim], k and v float[row, q_pos, kv_head, head_dim], both rotated, all of the
-            device's own heads; on a mesh the sum of the devices' out is taken (see `cached_attention`'s row_axis);
+            device's own heads; on a mesh the sum of the devices' out is taken (see `rows_to_read`);
             window an i32[] or int (`NO_WINDOW` for full layers between sliding ones), or None.
           carry: first state of `attend`; its structure and shapes do not change.
 

@@ -40,8 +40,16 @@ def shard(model: Qwen, mesh: Mesh) -> Qwen:
       mesh: of `jaxkv.mesh.make_mesh`.
 
     Raises:
-      ValueError: another mesh, or sizes that do not divide.
+      ValueError: another mesh, sizes that do not divide, or a model that is on a mesh already.
     """
+    model = divide(model, mesh)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), weight_specs(model))
+    sharded: Qwen = jax.device_put(model, places)
+    return sharded
+
+
+def divide(model: Qwen, mesh: Mesh) -> Qwen:
+    """Returns the model as `shard` does, its weights still where they are; see there."""
     if mesh.axis_names != ALL:
         raise ValueError(f"mesh: expected the axes {ALL}, got {mesh.axis_names}")
     if model.mesh_axes:
@@ -49,16 +57,23 @@ def shard(model: Qwen, mesh: Mesh) -> Qwen:
     _check_sizes(model.config, mesh)
     model = nnx.clone(model)
     model.mesh_axes = ALL
+    for name in BY_VOCABULARY:
+        if hasattr(model, name):
+            rows = getattr(model, name)[...]
+            padding = (0, -len(rows) % mesh.size)
+            setattr(model, name, nnx.Param(jnp.pad(rows, (padding, (0, 0)))))
+    return model
 
-    def place(path: tuple[Any, ...], leaf: Array) -> Array:
+
+def weight_specs(model: Qwen) -> Any:
+    """Returns how the weights lie on a mesh: a pytree like the model's, of `PartitionSpec`."""
+
+    def spec(path: tuple[Any, ...], leaf: Array) -> PartitionSpec:
         name = _name(path)
-        if name in BY_VOCABULARY:
-            leaf = jnp.pad(leaf, ((0, -leaf.shape[0] % mesh.size), (0, 0)))
         is_spread = model.matrices is not None and name in model.matrices
-        return jax.device_put(leaf, NamedSharding(mesh, _spec(name, leaf.ndim, is_spread)))
+        return _spec(name, leaf.ndim, is_spread)
 
-    sharded: Qwen = jax.tree_util.tree_map_with_path(place, model)
-    return sharded
+    return jax.tree_util.tree_map_with_path(spec, model)
 
 
 def _check_sizes(config: QwenConfig, mesh: Mesh) -> None:

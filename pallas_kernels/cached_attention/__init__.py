@@ -20,6 +20,8 @@ from pallas_kernels.layout import Array, BatchView, KVStore
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.sealed import QuantisedStore
 
+__all__ = ["Store", "cached_attention", "rows_to_read"]
+
 Store = KVStore | QuantisedStore
 
 
@@ -35,7 +37,7 @@ def cached_attention(
     soft_cap: Array | float | None = None,
     window: Array | int | None = None,
     implementation: str = "auto",
-    row_axis: str | None = None,
+    read: BatchView | None = None,
 ) -> tuple[Array, Store]:
     """Writes new tokens into the cache and returns their causal attention over all tokens of their rows.
 
@@ -49,12 +51,11 @@ def cached_attention(
       layer: i32[], counted over all layers of the model; may be traced.
       view: tables, lengths and positions of the rows.
       scale, soft_cap, window, implementation: as in `paged_attention`; `implementation` is that of every op called.
-      row_axis: inside `jax.shard_map`, the mesh axis whose devices hold the same heads of the store.  All of them write all
-        rows, and each attends for its part of the rows.
+      read: the view with the rows empty that are not to be attended for (`rows_to_read`), where several devices hold the same
+        heads and share the reading; None: `view`.
 
     Returns:
-      out q.dtype[row, q_pos, q_head, head_dim], and the store.  With a `row_axis`, out is zero in the rows of other
-      devices: the sum over the axis is the whole.
+      out q.dtype[row, q_pos, q_head, head_dim], zero in rows that `read` leaves out, and the store.
 
     Raises:
       ValueError: shapes, dtypes or names that do not fit; the message names the value and what was expected.
@@ -62,7 +63,7 @@ def cached_attention(
     """
     layer = jnp.asarray(layer, jnp.int32)
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
-    read = rows_to_read(view, store, row_axis)
+    read = view if read is None else read
     if isinstance(store, QuantisedStore):
         return quantised_attention(q, k, v, store, layer, view, read, options, implementation)
     store = write_kv(store, layer, k, v, view, implementation=implementation)

@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layout import BatchView, KVStore
-from pallas_kernels.sealed import QuantisedLayout, QuantisedStore
+from pallas_kernels.sealed import QuantisedStore
 
 
-def rows_to_read(
-    view: BatchView, store: KVStore | QuantisedStore, row_axis: str | None
-) -> BatchView:
-    """Returns the view with the rows of other devices empty, so that ops skip them and their output is zero.
+def rows_to_read(view: BatchView, store: KVStore | QuantisedStore, axis: str) -> BatchView:
+    """Returns the view with the rows of other devices empty: ops skip them, and their output is zero.
 
     Every row belongs to one device; neighbouring rows go together, and each device gets about the same number of keys times
     queries.  All devices compute this from the same lengths and come to the same answer.
@@ -22,22 +20,21 @@ def rows_to_read(
     Args:
       view: of all rows.
       store: whose sentinels mark a table entry as unused.
-      row_axis: name of the mesh axis along which devices hold the same K and V; None: this device reads everything.
+      axis: of the mesh (inside `jax.shard_map`); devices along it hold the same K and V.
     """
-    if row_axis is None:
-        return view
-    num_devices = jax.lax.axis_size(row_axis)
+    num_devices = jax.lax.axis_size(axis)
     work = view.kv_lens.astype(jnp.float32) * view.q_lens.astype(jnp.float32)
     end = jnp.cumsum(work)
     middle = (end - work / 2) / jnp.maximum(end[-1], 1.0)
     owner = jnp.minimum((middle * num_devices).astype(jnp.int32), num_devices - 1)
-    mine = owner == jax.lax.axis_index(row_axis)
-    layout, open_ids = store.layout, view.open_ids
-    if isinstance(layout, QuantisedLayout):
-        no_block = layout.sealed.no_block
-        open_ids = jnp.where(mine, open_ids, layout.open.no_block)
+    mine = owner == jax.lax.axis_index(axis)
+    open_ids = view.open_ids
+    if isinstance(store, QuantisedStore):
+        no_block = store.layout.sealed.no_block
+        if open_ids is not None:
+            open_ids = jnp.where(mine, open_ids, store.layout.open.no_block)
     else:
-        no_block = layout.no_block
+        no_block = store.layout.no_block
     return dataclasses.replace(
         view,
         block_tables=jnp.where(mine[:, None], view.block_tables, no_block),
