@@ -383,7 +383,7 @@ def write_json(request: Request, completions: Sequence[Completion], platform: st
         }
         for completion in completions
     ]
-    stats = request.generator.stats
+    stats, mesh = request.generator.stats, request.generator.mesh
     figures = {
         **dataclasses.asdict(stats),
         "tokens_per_s": stats.tokens_per_s,
@@ -392,6 +392,7 @@ def write_json(request: Request, completions: Sequence[Completion], platform: st
         "kv_bytes": request.generator.config.layout.nbytes,
         "kv_open_bytes": open_bytes(request.generator.config),
         "platform": platform,
+        "devices": 1 if mesh is None else mesh.size,
     }
     sys.stdout.write(
         json.dumps({"completions": entries, "stats": figures}, ensure_ascii=False) + "\n"

@@ -93,6 +93,9 @@ class Generator:
       observe: called with the cache at every look, after `stats` is up to date; the next dispatch donates
         the cache, so whatever it wants to keep it must fetch.
 
+    Attributes:
+      mesh: where the model lies; None on one device.
+
     Raises:
       ValueError: a size is not positive, or the heads do not divide over the model's mesh.
     """

@@ -84,7 +84,7 @@ def expected_text(loaded: FakeLoaded, prompt: str, count: int) -> str:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> FakeLoaded:
     """Puts the fake model in the loader's place."""
     fake = FakeLoaded()
-    monkeypatch.setattr(cli, "_load", lambda model, weights_format: fake)
+    monkeypatch.setattr(cli, "_load", lambda *_: fake)
     return fake
 
 
@@ -107,7 +107,7 @@ def test_generate_stops_at_the_end_token_and_leaves_it_out(
 ) -> None:
     whole = LetterTokenizer().encode(expected_text(FakeLoaded(), "once upon", 20))
     fake = FakeLoaded(eos_token_ids=(whole[7],))
-    monkeypatch.setattr(cli, "_load", lambda model, weights_format: fake)
+    monkeypatch.setattr(cli, "_load", lambda *_: fake)
     result = run("generate", "-n", "20", "--echo", stdin="once upon\n")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == "once upon" + expected_text(fake, "once upon", 20) + "\n"
@@ -320,7 +320,7 @@ def test_generate_prompt_that_is_no_utf8_is_refused(loaded: FakeLoaded, tmp_path
 
 
 def test_generate_model_without_a_tokenizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_load", lambda model, weights_format: FakeLoaded(tokenizer=None))
+    monkeypatch.setattr(cli, "_load", lambda *_: FakeLoaded(tokenizer=None))
     check_refused(run("generate", "once"), "model: expected a tokenizer.json")
 
 
@@ -627,6 +627,8 @@ def test_program_on_a_model_folder_is_quiet_and_pipes(tmp_path: Path) -> None:
         "--json",
         "--weights-format",
         "bfloat16",
+        "--devices",
+        "2",
     ]
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "JAXKV_DEBUG")}
     done = subprocess.run(
@@ -637,3 +639,27 @@ def test_program_on_a_model_folder_is_quiet_and_pipes(tmp_path: Path) -> None:
     assert answer["completions"][0]["prompt"] == "Hello"
     assert 1 <= answer["stats"]["new_tokens"] <= 6
     assert answer["stats"]["prompt_tokens"] == 5
+    assert answer["stats"]["devices"] == 2
+
+
+def test_generate_on_devices_writes_the_same_and_says_so() -> None:
+    """The model that ships, two K/V heads; tests run with four devices."""
+    args = ["generate", "Once upon a time", "-n", "8", "--json"]
+    one, four = (json.loads(run(*args, *more).stdout) for more in ([], ["--devices", "4"]))
+    assert four["completions"] == one["completions"]
+    assert (one["stats"]["devices"], four["stats"]["devices"]) == (1, 4)
+    result = run("generate", "Once upon a time", "-n", "8", "--stats", "--devices", "2")
+    assert result.stdout.strip() == one["completions"][0]["text"].strip()
+    assert "2: K/V heads in 2, rows in 1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        ("0", "devices: expected at least 1, got 0"),
+        ("3", "intermediate_size: expected a multiple of 3 for this mesh, got 320"),
+        ("8", "devices: expected at least 2 * 4, got 4"),  # started already, with four
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(count: str, message: str) -> None:
+    check_refused(run("generate", "once", "--devices", count), message)

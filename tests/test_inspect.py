@@ -38,7 +38,7 @@ def loaded() -> FakeLoaded:
 @pytest.fixture(autouse=True)
 def _fake(monkeypatch: pytest.MonkeyPatch, loaded: FakeLoaded) -> None:
     """Puts the fake model in the loader's place."""
-    monkeypatch.setattr(cli, "_load", lambda model, weights_format: loaded)
+    monkeypatch.setattr(cli, "_load", lambda *_: loaded)
 
 
 def shown(snapshot: PoolSnapshot, width: int) -> list[str]:

@@ -295,6 +295,12 @@ def test_every_row_is_read_by_one_device_and_each_reads_about_as_much(
         assert work[mine].sum() <= work.sum() / 4 + work.max()
 
 
+def test_equal_rows_are_divided_equally() -> None:
+    lens = np.full(8, 1024, np.int32)
+    parts = reading()(lens, np.ones(8, np.int32))
+    np.testing.assert_array_equal(parts.q_lens, np.kron(np.eye(4), np.ones(2)))
+
+
 @functools.cache
 def reading() -> Any:
     """Returns the jitted function (kv_lens, q_lens) -> the views of four devices, stacked."""

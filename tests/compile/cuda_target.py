@@ -252,10 +252,12 @@ def tool(name: str) -> pathlib.Path:
 
 
 @functools.cache
-def topology(target: CudaTarget) -> Any:
-    """A one-device topology of the target."""
+def topology(target: CudaTarget, num_devices: int = 1) -> Any:
+    """A topology of so many devices of the target, all in one host."""
     name = target.name.lower().replace(" ", "_")
-    return topologies.get_topology_desc(name, "cuda", target_config=target.config, topology="1x1x1")
+    return topologies.get_topology_desc(
+        name, "cuda", target_config=target.config, topology=f"1x{num_devices}x1"
+    )
 
 
 def on_target(target: CudaTarget, tree: Any) -> Any:

@@ -57,16 +57,16 @@ def available() -> str | None:
 
 
 @functools.cache
-def _device(chip: Chip):
-    """Returns one device of a topology of `chip`; the only place that starts libtpu."""
+def devices(chip: Chip):
+    """Returns the devices of the topology of `chip`, four of them; the only place that starts libtpu."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    return topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
+    return topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
 
 
 def abstract(chip: Chip, tree):
     """Returns `tree` with every array (or ShapeDtypeStruct) as a ShapeDtypeStruct placed on `chip`."""
-    sharding = SingleDeviceSharding(_device(chip))
+    sharding = SingleDeviceSharding(devices(chip)[0])
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding), tree
     )

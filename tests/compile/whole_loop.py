@@ -99,13 +99,15 @@ def make_loop(name: str, vocab_size: int, pool_bytes: int) -> Loop:
     )
     model = abstract_model(qwen, jnp.bfloat16)
 
-    def make_state(model: Qwen) -> DecodeState:
-        sampling = sampling_state([SamplingParams(temperature=0.7, top_k=20)] * ROWS, [0] * ROWS)
-        max_tokens, eos = jnp.full(ROWS, MAX_NEW, jnp.int32), jnp.zeros(1, jnp.int32)
-        return decode_loop.init_state(config, model, sampling, max_tokens, eos, MAX_NEW)
+    state = jax.eval_shape(functools.partial(decode_state, config), model)
+    return Loop(config, model, state, jax.ShapeDtypeStruct((), jnp.int32))
 
-    steps = jax.ShapeDtypeStruct((), jnp.int32)
-    return Loop(config, model, jax.eval_shape(make_state, model), steps)
+
+def decode_state(config: CacheConfig, model: Qwen) -> DecodeState:
+    """Returns the loop's state before its first token."""
+    sampling = sampling_state([SamplingParams(temperature=0.7, top_k=20)] * ROWS, [0] * ROWS)
+    max_tokens, eos = jnp.full(ROWS, MAX_NEW, jnp.int32), jnp.zeros(1, jnp.int32)
+    return decode_loop.init_state(config, model, sampling, max_tokens, eos, MAX_NEW)
 
 
 def skip_without(target: str) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jax.sharding import Mesh
 
 from jaxkv import CacheConfig, Engine, Request
 from jaxkv.generate import Completion, Generator
-from models.qwen import LoadedModel
+from jaxkv.mesh import make_mesh, mesh_shape
+from models.qwen import LoadedModel, shard
 
 pytestmark = pytest.mark.realmodel
 
@@ -20,7 +22,9 @@ NUM_NEW = 48
 TIE = 1e-3  # where two logits lie closer than this, either token is greedy
 
 
-def run(smollm2: LoadedModel, prefill_chunk: int, kv_format: str = "float32") -> list[Completion]:
+def run(
+    smollm2: LoadedModel, prefill_chunk: int, kv_format: str = "float32", mesh: Mesh | None = None
+) -> list[Completion]:
     """Generates for all prompts at once, end tokens included as any other."""
     config = CacheConfig(
         num_layers=smollm2.config.num_layers,
@@ -32,7 +36,9 @@ def run(smollm2: LoadedModel, prefill_chunk: int, kv_format: str = "float32") ->
         max_blocks_per_seq=8,
         format=kv_format,
     )
-    generator = Generator(smollm2.model.spread(), config, prefill_chunk=prefill_chunk)
+    model = smollm2.model.spread()
+    model = model if mesh is None else shard(model, mesh)
+    generator = Generator(model, config, prefill_chunk=prefill_chunk)
     prompts = [case["prompt_ids"] for case in CASES]
     return generator.generate(prompts, max_new_tokens=NUM_NEW)
 
@@ -42,8 +48,8 @@ def completions(smollm2: LoadedModel) -> list[Completion]:
     return run(smollm2, prefill_chunk=32)
 
 
-def test_smollm2_greedy_equals_transformers(completions: list[Completion]) -> None:
-    """48 tokens on 8 prompts; where they part, transformers' top two logits lie within 1e-3."""
+def check_greedy(completions: list[Completion]) -> None:
+    """Asserts that the tokens are transformers'; where they part, its top two logits lie within 1e-3."""
     assert len(completions) == len(CASES) == 8
     for completion, case in zip(completions, CASES, strict=True):
         theirs = case["tokens"][:NUM_NEW]
@@ -52,6 +58,18 @@ def test_smollm2_greedy_equals_transformers(completions: list[Completion]) -> No
             if mine != other:
                 assert case["top2_gap"][step] <= TIE, (case["prompt"], step, mine, other)
                 break
+
+
+def test_smollm2_greedy_equals_transformers(completions: list[Completion]) -> None:
+    """48 tokens on 8 prompts."""
+    check_greedy(completions)
+
+
+def test_smollm2_greedy_on_two_devices_equals_transformers(smollm2: LoadedModel) -> None:
+    """Three K/V heads do not divide by two: both devices hold all of them and share the rows."""
+    shape = mesh_shape(smollm2.config.num_kv_heads, 2)
+    assert shape == (1, 2)
+    check_greedy(run(smollm2, prefill_chunk=32, mesh=make_mesh(*shape)))
 
 
 @pytest.mark.parametrize(
