@@ -12,14 +12,14 @@ Invariants:
     [out, in], and the left operand where rows are few (`_times`): 10.1 ms for 113 MB with 8 rows, the other way round
     15.8 ms; but 256 tokens of a prompt take 597 ms with the matrices left, 467 right.
   * Norms and rotation are float32, matmul results have the dtype of the weights, logits are float32.
-  * On a mesh (`models.qwen.sharding`) the same code runs on every device with its part of the weights; what the devices
-    hold of a layer's output is summed twice, of the embedding once, and the logits are gathered.
+  * On a mesh (`models.qwen.sharding`, which says what is divided and sent) the same code runs on every device.
   * The module is a pytree: pass it to `jax.jit` as an argument, so that weights are not constants of the program.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ Carry = TypeVar("Carry")
 Window = Array | int | None
 Attend = Callable[[Carry, Array, Array, Array, Array, Window], tuple[Array, Carry]]
 Product = Callable[[str, Array], Array]
+Exchange = Callable[[list[Array]], list[Array]]
 
 NO_WINDOW = 2**30  # a window that no int32 position reaches past
 
@@ -110,6 +111,7 @@ class DecoderLayer(nnx.Module):
         layer: Array,
         window: Window,
         product: Product,
+        exchange: Exchange,
         attend: Attend[Carry],
         carry: Carry,
     ) -> tuple[Array, Carry]:
@@ -121,12 +123,14 @@ class DecoderLayer(nnx.Module):
           layer: i32[], index of this layer.
           window: sliding window of this layer in tokens; None for all.
           product: `product(name, h)` is h times the layer's matrix of that name, all devices' parts added up.
+          exchange: joins each of several float[row, q_pos, column] along the columns with what other devices with the same
+            heads have of it.
           attend: see `Qwen.forward`.
           carry: the state of `attend`.
         """
         config = self.config
         h = rms_norm(x, self.input_norm[...], config.rms_norm_eps)
-        q, k, v = (self._heads(product, h, name) for name in "qkv")
+        q, k, v = self._heads(product, exchange, h)
         if config.qk_norm:
             q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
@@ -141,16 +145,18 @@ class DecoderLayer(nnx.Module):
         """Returns h times the matrix of that name, which this layer holds itself."""
         return h @ getattr(self, name)[...]
 
-    def _heads(self, product: Product, h: Array, name: str) -> Array:
-        """Projects to float[row, q_pos, head, head_dim], all heads that this device has weights of.
+    def _heads(self, product: Product, exchange: Exchange, h: Array) -> list[Array]:
+        """Projects to q, k and v float[row, q_pos, head, head_dim], all heads that this device keeps.
 
         The barrier keeps the layout the heads would like away from the weights: XLA:TPU else transposes the
         whole stacks of q, k and v before the loop (1.5 GB more for Qwen3-8B, at every dispatch).
         """
-        out = product(f"{name}_proj", h)
+        parts = [product(f"{name}_proj", h) for name in "qkv"]
         if self.config.qkv_bias:
-            out = _add_bias(out, getattr(self, f"{name}_bias")[...])
-        return jax.lax.optimization_barrier(out).reshape(*h.shape[:2], -1, self.config.head_dim)
+            biases = [getattr(self, f"{name}_bias")[...] for name in "qkv"]
+            parts = [_add_bias(part, bias) for part, bias in zip(parts, biases, strict=True)]
+        heads = *h.shape[:2], -1, self.config.head_dim
+        return [jax.lax.optimization_barrier(x).reshape(heads) for x in exchange(parts)]
 
 
 class Qwen(nnx.Module):
@@ -268,8 +274,8 @@ class Qwen(nnx.Module):
 
         def step(state: tuple[Array, Carry], xs: tuple[DecoderLayer, Array, Array | None]) -> Any:
             weights, layer, window = xs
-            product = self._product(weights, layer)
-            return weights(state[0], cos, sin, layer, window, product, attend, state[1]), None
+            how = self._product(weights, layer), self._exchange, attend
+            return weights(state[0], cos, sin, layer, window, *how, state[1]), None
 
         xs = (self.layers, layers, layer_windows(self.config))
         (x, carry), _ = jax.lax.scan(step, (x, carry), xs)
@@ -291,6 +297,8 @@ class Qwen(nnx.Module):
         matrices = self.matrices
 
         def product(name: str, h: Array) -> Array:
+            if name == "o_proj" and self._num_row_shards > 1:
+                h = jax.lax.psum_scatter(h, self.mesh_axes[1], scatter_dimension=2, tiled=True)
             if matrices is None:
                 out = weights.product(name, h)
             else:
@@ -301,6 +309,21 @@ class Qwen(nnx.Module):
             return out
 
         return product
+
+    @property
+    def _num_row_shards(self) -> int:
+        """Devices that keep the same heads; each has an equal part of the columns that q, k and v have there, and of o's rows."""
+        return jax.lax.axis_size(self.mesh_axes[1]) if self.mesh_axes else 1
+
+    def _exchange(self, parts: list[Array]) -> list[Array]:
+        """See `DecoderLayer.__call__`; one exchange for all parts."""
+        if self._num_row_shards == 1:
+            return parts
+        joined = jnp.concatenate(parts, axis=-1)
+        joined = jax.lax.all_gather(joined, self.mesh_axes[1])  # [device, row, q_pos, column]
+        ends = list(itertools.accumulate(part.shape[-1] for part in parts))[:-1]
+        pieces = jnp.split(joined, ends, axis=-1)
+        return [jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1) for x in pieces]
 
     def unembed(self, hidden: Array) -> Array:
         """Returns logits f32[..., vocab] of float[..., hidden] (as `__call__` returns it)."""

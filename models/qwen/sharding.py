@@ -1,13 +1,13 @@
 """A Qwen divided over the devices of a mesh (`jaxkv.mesh`): tensor parallelism.
 
-What each device holds of a layer, on a mesh of `heads` x `rows` devices::
+What each of n devices holds of a layer, and what is sent::
 
-    q_proj, k_proj, v_proj (biases)   the columns of its heads        |  o_proj      the rows of its heads     -> sum
-    gate_proj, up_proj                an equal part of the columns    |  down_proj   the same part of the rows -> sum
-    embed, lm_head                    an equal part of the vocabulary (filled up with zeros)                   -> sum, gather
-    norms, o_bias                     everything
-
-Devices along "rows" hold the same heads; the MLP and the vocabulary are divided by all of them.
+    q_proj, k_proj, v_proj, biases   1/n of the columns; "heads" divides them head by head   [rows > 1: gather q, k, v]
+    attention                        the heads of its place on "heads", its part of the rows [rows > 1: sum, scatter]
+    o_proj                           the rows (inputs) that go with its q columns            sum
+    gate_proj, up_proj, down_proj    1/n of the columns; the same 1/n of the rows            sum
+    embed, lm_head                   1/n of the vocabulary, filled up with zeros             sum; gather the logits
+    norms, o_bias                    everything
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ from models.qwen.config import QwenConfig
 from models.qwen.modeling import Array, Qwen
 
 ALL = (HEADS, ROWS)
-# Along which axes the outputs of a matrix are divided, or its inputs.
-BY_OUTPUT: dict[str, Any] = dict.fromkeys(("q_proj", "k_proj", "v_proj"), HEADS)
-BY_OUTPUT |= dict.fromkeys(("q_bias", "k_bias", "v_bias"), HEADS)
-BY_OUTPUT |= dict.fromkeys(("gate_proj", "up_proj"), ALL)
-BY_INPUT: dict[str, Any] = {"o_proj": HEADS, "down_proj": ALL}
+BY_OUTPUT = "q_proj", "k_proj", "v_proj", "q_bias", "k_bias", "v_bias", "gate_proj", "up_proj"
+BY_INPUT = "o_proj", "down_proj"
 BY_VOCABULARY = ("embed", "lm_head")
 
 
@@ -81,6 +78,7 @@ def _check_sizes(config: QwenConfig, mesh: Mesh) -> None:
     for name, size, parts in (
         ("num_kv_heads", config.num_kv_heads, heads),
         ("num_q_heads", config.num_q_heads, heads),
+        ("num_kv_heads * head_dim", config.num_kv_heads * config.head_dim, mesh.size),
         ("intermediate_size", config.intermediate_size, mesh.size),
     ):
         if size % parts:
@@ -92,12 +90,12 @@ def _spec(name: str, ndim: int, is_spread: bool) -> PartitionSpec:
     if name in BY_VOCABULARY:
         return PartitionSpec(ALL)
     if name in BY_OUTPUT:
-        axis, parts = (0 if is_spread else ndim - 1), BY_OUTPUT[name]
+        axis = 0 if is_spread else ndim - 1
     elif name in BY_INPUT:
-        axis, parts = (1 if is_spread else ndim - 2), BY_INPUT[name]
+        axis = 1 if is_spread else ndim - 2
     else:
         return PartitionSpec()
-    return PartitionSpec(*[None] * axis, parts)
+    return PartitionSpec(*[None] * axis, ALL)
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -1,7 +1,7 @@
 """The generation loop divided over four devices, compiled by the real compilers: what is sent, and what is copied.
 
-Each device must keep its part of the pool in place, run the platform's own kernels on it, and send two sums a layer, the sum of
-the embedding and the gathered logits: nothing that grows with the pool or with a sequence.
+Each device must keep its part of the pool in place, run the platform's own kernels on it, and send what `jaxkv.mesh` says:
+activations and logits, nothing that grows with the pool or with a sequence.
 """
 
 from __future__ import annotations
@@ -82,5 +82,9 @@ def test_loop_on_four_devices_is_in_place_and_sends_no_kv(
     assert memory.temp_size_in_bytes <= MOST_TEMP[target] * layout.nbytes + loop.logits_bytes
     text = compiled.as_text()
     sent = re.findall(r" (all-[a-z]+|reduce-scatter|collective-[a-z]+)(?:-start)?\(", text)
-    assert sorted(sent) == ["all-gather", "all-reduce", "all-reduce", "all-reduce"]
+    sums = [
+        name for name in sent if "reduce" in name
+    ]  # XLA:TPU sums and slices where CUDA has a reduce-scatter
+    assert (len(sums), sorted(set(sent) - set(sums))) == (2 + rows, ["all-gather"])
+    assert sent.count("all-gather") == rows
     assert KERNELS[target] in text
