@@ -139,6 +139,16 @@ def test_sample_greedy_takes_the_first_of_the_best() -> None:
     assert set(draw(SamplingParams(), [1.0, 3.0, -1.0, 3.0])) == {1}
 
 
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_sample_greedy_of_a_row_with_nan_stays_in_the_vocabulary(place: int) -> None:
+    """The loop refuses such a row; until then its token must be one."""
+    logits = [1.0, 2.0, 0.0, -1.0, 2.0]
+    logits[place] = math.nan
+    assert draw(SamplingParams(), logits)[0] in range(5)
+    assert set(draw(SamplingParams(), [0.0, 1.0, math.inf])) == {2}
+    assert set(draw(SamplingParams(), [-math.inf] * 3 + [-2.0])) == {3}
+
+
 def test_sample_minus_infinity_is_never_drawn() -> None:
     logits = [-math.inf, 0.0, -math.inf, 0.0]
     for params in (
