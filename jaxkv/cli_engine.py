@@ -16,6 +16,7 @@ from jaxkv.config import CacheConfig
 from jaxkv.draft_model import DraftModel
 from jaxkv.eviction import Policy, aged_lfu, cost_aware, fair, lfu, lru
 from jaxkv.format_bytes import default_block_size
+from jaxkv.mesh import mesh_of, num_row_shards
 
 if TYPE_CHECKING:
     from jaxkv.engine import Engine
@@ -128,7 +129,7 @@ def cache_config(loaded: Loaded, options: EngineOptions) -> tuple[CacheConfig, i
         format=options.kv_format,
         scrub_on_free=options.scrub_on_free,
     )
-    check_memory(config)
+    check_memory(config, copies=num_row_shards(mesh_of(loaded.model)))
     return config, max_len
 
 
@@ -153,7 +154,8 @@ def draft_of(draft: Loaded, loaded: Loaded, config: CacheConfig, max_len: int) -
                 )
     sizes = draft.config
     model = DraftModel(draft.model, sizes.num_layers, sizes.num_kv_heads, sizes.head_dim)
-    check_memory(config, model.cache_config(config))
+    copies = num_row_shards(mesh_of(loaded.model))
+    check_memory(config, model.cache_config(config), copies=copies)
     return model
 
 

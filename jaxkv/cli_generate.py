@@ -26,6 +26,7 @@ from jaxkv.cli_terminal import format_bytes, spinner, stderr
 from jaxkv.config import CacheConfig
 from jaxkv.format_bytes import OWN_OPTIONS, KVOptions, default_block_size
 from jaxkv.generate import Completion, Generator, NewTokens
+from jaxkv.mesh import mesh_of, num_row_shards
 from jaxkv.model import DecoderModel
 from jaxkv.profile import MemoryProfile, memory_profile
 from jaxkv.sampling import SamplingParams
@@ -204,6 +205,7 @@ def prepare(
     longest = max(map(len, prompts))
     max_new = _new_tokens(loaded.config, longest, options.max_new_tokens)
     config = cache_config(loaded.config, [len(prompt) for prompt in prompts], max_new, options)
+    check_memory(config, copies=num_row_shards(mesh_of(loaded.model)))
     chunk = options.prefill_chunk
     make = Generator if options.num_beams is None else BeamSearcher
     generator = make(
@@ -266,7 +268,7 @@ def cache_config(
     full blocks and own everything after.
 
     Raises:
-      ValueError: a size out of range, or a pool larger than the machine's memory.
+      ValueError: a size out of range.
     """
     size = options.block_size
     size = default_block_size(options.kv_format) if size is None else size
@@ -278,7 +280,7 @@ def cache_config(
         shared = length // size if samples > 1 else 0
         own = ledger.num_blocks_needed(length + max_new_tokens - 1, size) - shared
         needed += shared + samples * own
-    config = CacheConfig(
+    return CacheConfig(
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
@@ -289,16 +291,15 @@ def cache_config(
         format=options.kv_format,
         **dataclasses.asdict(options.kv_options),
     )
-    check_memory(config)
-    return config
 
 
-def check_memory(config: CacheConfig, *others: CacheConfig) -> None:
+def check_memory(config: CacheConfig, *others: CacheConfig, copies: int = 1) -> None:
     """Refuses a pool beyond the machine's memory; a CPU would start to fill it and be killed.
 
     Args:
       config: the pool.
       others: of further models that keep K and V under the same block ids.
+      copies: of the pool, on devices that hold the same heads.
 
     Raises:
       ValueError: the pool is larger.
@@ -306,7 +307,7 @@ def check_memory(config: CacheConfig, *others: CacheConfig) -> None:
     if jax.default_backend() != "cpu" or not hasattr(os, "sysconf"):
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    nbytes = sum(each.layout.nbytes for each in (config, *others))
+    nbytes = copies * sum(each.layout.nbytes for each in (config, *others))
     if nbytes > memory:
         raise ValueError(
             f"num_blocks: expected a pool within the {format_bytes(memory)} of this machine, "

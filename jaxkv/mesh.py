@@ -9,7 +9,8 @@ are fewer of them than devices or they do not divide; these share the reading: e
     2 K/V heads, 4 devices      heads 2 x rows 2     1 head each, twice
 
 Tables, ref-counts, the prefix index and what was sampled are computed by every device from the same numbers, so nothing
-about blocks is ever sent: a program is the one-device program under `jax.shard_map`, and only the model adds up.
+about blocks is ever sent: a program is the one-device program under `jax.shard_map`, and only the model adds up.  What
+decides, the logits, is gathered from all devices, so all of them decide alike.
 
 Invariants:
   * Computation follows the weights: a model whose arrays lie on such a mesh runs on it, any other as JAX places it.
@@ -96,6 +97,11 @@ def mesh_of(tree: Any) -> Mesh | None:
 def num_head_shards(mesh: Mesh | None) -> int:
     """Returns the parts K/V heads are divided into; 1 without a mesh."""
     return 1 if mesh is None else mesh.shape[HEADS]
+
+
+def num_row_shards(mesh: Mesh | None) -> int:
+    """Returns the devices that hold the same heads, so the copies of the pool; 1 without a mesh."""
+    return 1 if mesh is None else mesh.shape[ROWS]
 
 
 def device_config(config: CacheConfig, mesh: Mesh | None) -> CacheConfig:

@@ -663,3 +663,14 @@ def test_generate_on_devices_writes_the_same_and_says_so() -> None:
 )
 def test_devices_that_do_not_fit_are_refused(count: str, message: str) -> None:
     check_refused(run("generate", "once", "--devices", count), message)
+
+
+def test_pool_that_several_devices_hold_counts_as_often() -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    config = CacheConfig(
+        num_layers=1, num_kv_heads=1, head_dim=64, block_size=16,
+        num_blocks=memory * 3 // 4 // (16 * 2 * 64 * 4), max_seqs=1, max_blocks_per_seq=1,
+    )  # fmt: skip
+    cli_generate.check_memory(config)
+    with pytest.raises(ValueError, match="num_blocks: expected a pool within"):
+        cli_generate.check_memory(config, copies=2)

@@ -20,7 +20,7 @@ from jaxkv.cli_engine import EngineOptions
 from jaxkv.serve import bind
 
 MODEL = SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=8, max_position_embeddings=100)
-LOADED: Any = SimpleNamespace(config=MODEL)
+LOADED: Any = SimpleNamespace(model=None, config=MODEL)
 
 
 def test_serve_refuses_bad_options_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
