@@ -657,7 +657,7 @@ def test_generate_on_devices_writes_the_same_and_says_so() -> None:
     ("count", "message"),
     [
         ("0", "devices: expected at least 1, got 0"),
-        ("3", "intermediate_size: expected a multiple of 3 for this mesh, got 320"),
+        ("3", "num_kv_heads * head_dim: expected a multiple of 3 for this mesh, got 128"),
         ("8", "devices: expected at least 2 * 4, got 4"),  # started already, with four
     ],
 )

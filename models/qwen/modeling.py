@@ -111,9 +111,9 @@ class DecoderLayer(nnx.Module):
         layer: Array,
         window: Window,
         product: Product,
-        exchange: Exchange,
         attend: Attend[Carry],
         carry: Carry,
+        exchange: Exchange = list,
     ) -> tuple[Array, Carry]:
         """Returns the residual stream after this layer, and what `attend` made of its carry.
 
@@ -123,10 +123,10 @@ class DecoderLayer(nnx.Module):
           layer: i32[], index of this layer.
           window: sliding window of this layer in tokens; None for all.
           product: `product(name, h)` is h times the layer's matrix of that name, all devices' parts added up.
-          exchange: joins each of several float[row, q_pos, column] along the columns with what other devices with the same
-            heads have of it.
           attend: see `Qwen.forward`.
           carry: the state of `attend`.
+          exchange: joins each of several float[row, q_pos, column] along the columns with what other devices with the same
+            heads have of it; on one device there is nothing to join.
         """
         config = self.config
         h = rms_norm(x, self.input_norm[...], config.rms_norm_eps)
@@ -274,8 +274,9 @@ class Qwen(nnx.Module):
 
         def step(state: tuple[Array, Carry], xs: tuple[DecoderLayer, Array, Array | None]) -> Any:
             weights, layer, window = xs
-            how = self._product(weights, layer), self._exchange, attend
-            return weights(state[0], cos, sin, layer, window, *how, state[1]), None
+            product, exchange = self._product(weights, layer), self._exchange
+            args = cos, sin, layer, window, product, attend, state[1]
+            return weights(state[0], *args, exchange=exchange), None
 
         xs = (self.layers, layers, layer_windows(self.config))
         (x, carry), _ = jax.lax.scan(step, (x, carry), xs)
