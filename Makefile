@@ -23,7 +23,7 @@ check: $(VENV)/.dev
 	@$(BIN)/python -m mypy
 
 docs: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/test_docs_formulas.py tests/test_docs_prefix_reuse.py tests/test_examples.py
+	@$(BIN)/python -m pytest tests/test_docs_formulas.py tests/test_docs_prefix_reuse.py tests/test_docs_mesh.py tests/test_examples.py
 
 bench: $(VENV)/.dev
 	@for name in state_ops in_place capacity cpu_decode; do $(BIN)/python benchmarks/$$name.py --quick; done
