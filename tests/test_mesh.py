@@ -27,7 +27,7 @@ from models.qwen import Qwen, QwenConfig, random_model, shard
 from pallas_kernels.cached_attention import cached_attention, rows_to_read
 from pallas_kernels.layout import BatchView
 
-# An odd vocabulary, biases, q and k norms: everything that is divided, or must not be.
+# An odd vocabulary, a head of its own, biases, q and k norms: everything that is divided, or must not be.
 QWEN = QwenConfig.from_hf(
     {
         "model_type": "qwen3",
@@ -40,7 +40,7 @@ QWEN = QwenConfig.from_hf(
         "head_dim": 16,
         "max_position_embeddings": 256,
         "attention_bias": True,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     }
 )
 PROMPTS = [[5, 7, 100, 3, 9, 11, 2], [8, 1], [4] * 13, [99, 98, 97, 4]]
@@ -166,13 +166,8 @@ def test_every_device_keeps_the_same_books_and_its_own_part_of_the_bytes() -> No
     assert len(seen) > 2
     for cache in seen:
         kv = cache.store.kv
-        assert kv[0].shape == (
-            2,
-            40,
-            1,
-            8,
-            32,
-        )  # [layer, block, kv_head, block_size, K|V]: one of two heads
+        # [layer, block, kv_head, block_size, K|V]: one of two heads
+        assert kv[0].shape == (2, 40, 1, 8, 32)
         np.testing.assert_array_equal(kv[0], kv[1])  # devices 0 and 1 hold the same head
         np.testing.assert_array_equal(kv[2], kv[3])
         assert not np.array_equal(kv[0], kv[2])
@@ -184,7 +179,7 @@ def test_every_device_keeps_the_same_books_and_its_own_part_of_the_bytes() -> No
 
     layers = weights.layers
     matrices = [getattr(layers, f"{name}_proj")[...] for name in ("q", "k", "v", "o", "up", "down")]
-    for matrix in (*matrices, weights.embed[...]):
+    for matrix in (*matrices, weights.embed[...], weights.lm_head[...]):
         sizes = [part.data.nbytes for part in matrix.addressable_shards]
         assert sizes == [matrix.nbytes / 4] * 4
 
