@@ -139,7 +139,7 @@ def sample(state: SamplingState, logits: Array, token_index: Array) -> Array:
 
 
 def _first_best(scores: Array) -> Array:
-    """Returns i32[row], the index of each row's first maximum; the last index where a row holds NaN.
+    """Returns i32[row], the index of each row's first maximum; some index where a row holds NaN.
 
     Two plain reductions: XLA:CPU does not vectorise argmax (8 rows of 49,152: 1.7 ms against 0.16).
     """
