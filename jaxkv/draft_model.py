@@ -28,7 +28,7 @@ from jaxkv.cache import PagedKVCache
 from jaxkv.config import CacheConfig
 from jaxkv.decode_loop import vocab_size
 from jaxkv.kv_store import Store, init_store
-from jaxkv.mesh import num_head_shards
+from jaxkv.mesh import device_heads
 from jaxkv.model import DecoderModel
 from jaxkv.sampling import SamplingState, sample
 from pallas_kernels.layout import BatchView
@@ -63,12 +63,7 @@ class DraftModel:
         Raises:
           ValueError: the heads do not divide.
         """
-        shards = num_head_shards(mesh)
-        if self.num_kv_heads % shards:
-            raise ValueError(
-                f"draft: expected a multiple of the mesh's {shards} head shards, got {self.num_kv_heads} K/V heads"
-            )
-        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // shards)
+        return dataclasses.replace(self, num_kv_heads=device_heads(self.num_kv_heads, mesh))
 
     def cache_config(self, config: CacheConfig) -> CacheConfig:
         """Returns the target's cache with this model's K and V; its `layout.nbytes` is what the draft costs.

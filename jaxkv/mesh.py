@@ -94,14 +94,23 @@ def mesh_of(tree: Any) -> Mesh | None:
     return mesh
 
 
-def num_head_shards(mesh: Mesh | None) -> int:
-    """Returns the parts K/V heads are divided into; 1 without a mesh."""
-    return 1 if mesh is None else mesh.shape[HEADS]
-
-
 def num_row_shards(mesh: Mesh | None) -> int:
     """Returns the devices that hold the same heads, so the copies of the pool; 1 without a mesh."""
     return 1 if mesh is None else mesh.shape[ROWS]
+
+
+def device_heads(num_kv_heads: int, mesh: Mesh | None) -> int:
+    """Returns how many of so many K/V heads one device holds; all of them without a mesh.
+
+    Raises:
+      ValueError: they do not divide.
+    """
+    shards = 1 if mesh is None else mesh.shape[HEADS]
+    if num_kv_heads % shards:
+        raise ValueError(
+            f"num_kv_heads: expected a multiple of the mesh's {shards} head shards, got {num_kv_heads}"
+        )
+    return num_kv_heads // shards
 
 
 def device_config(config: CacheConfig, mesh: Mesh | None) -> CacheConfig:
@@ -110,12 +119,7 @@ def device_config(config: CacheConfig, mesh: Mesh | None) -> CacheConfig:
     Raises:
       ValueError: the heads do not divide.
     """
-    shards = num_head_shards(mesh)
-    if config.num_kv_heads % shards:
-        raise ValueError(
-            f"num_kv_heads: expected a multiple of the mesh's {shards} head shards, got {config.num_kv_heads}"
-        )
-    return dataclasses.replace(config, num_kv_heads=config.num_kv_heads // shards)
+    return dataclasses.replace(config, num_kv_heads=device_heads(config.num_kv_heads, mesh))
 
 
 def specs_of(tree: Any) -> Any:

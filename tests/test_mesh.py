@@ -184,9 +184,9 @@ def test_every_device_keeps_the_same_books_and_its_own_part_of_the_bytes() -> No
         assert sizes == [matrix.nbytes / 4] * 4
 
 
-def decode_program(mesh: Mesh | None, config: CacheConfig) -> tuple[Any, Any]:
+def decode_program(mesh: Mesh, config: CacheConfig) -> tuple[Any, Any]:
     """Returns the decode loop, compiled as users get it, and its state."""
-    weights = model() if mesh is None else shard(model(), mesh)
+    weights = shard(model(), mesh)
     local = device_config(config, mesh)
 
     def init(weights: Qwen, sampling: Any) -> Any:

@@ -21,11 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.mesh import HEADS, ROWS
 from models.qwen.config import QwenConfig
-from models.qwen.modeling import Array, Qwen
+from models.qwen.modeling import SUMMED, Array, Qwen
 
 ALL = (HEADS, ROWS)
 BY_OUTPUT = "q_proj", "k_proj", "v_proj", "q_bias", "k_bias", "v_bias", "gate_proj", "up_proj"
-BY_INPUT = "o_proj", "down_proj"
 BY_VOCABULARY = ("embed", "lm_head")
 
 
@@ -91,7 +90,7 @@ def _spec(name: str, ndim: int, is_spread: bool) -> PartitionSpec:
         return PartitionSpec(ALL)
     if name in BY_OUTPUT:
         axis = 0 if is_spread else ndim - 1
-    elif name in BY_INPUT:
+    elif name in SUMMED:
         axis = 1 if is_spread else ndim - 2
     else:
         return PartitionSpec()
